@@ -1,0 +1,156 @@
+"""cap(), ablate() and knockout(): run-time changes to what sites see and say; each restores on exit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernels.windowed import check_cap
+from .sites import Site, switched
+
+
+@contextlib.contextmanager
+def cap(model: Any, layers: Mapping[Any, int | None] | None, *, sinks: int, kinds: Mapping[str, int | None]) -> Iterator[None]:
+    """See `Instrumented.cap`."""
+    named = _named_sites(model, layers, kinds)
+    if not isinstance(sinks, int) or sinks < 0:
+        raise ValueError(f"sinks={sinks!r}: expected a whole number >= 0")
+    for site, limit in named.items():
+        check_site_cap(site, limit)
+        if sinks and not site.softmax:
+            raise ValueError(
+                f"sinks={sinks}: {site.name} is {site.kind} ({site.mixer}) and has no keys to keep; "
+                "cap it without sinks, nested if need be"
+            )
+    changes = [(site, "cap", limit) for site, limit in named.items()]
+    changes += [(site, "sinks", sinks) for site in named]
+    with switched(model, changes):
+        yield
+
+
+def check_site_cap(site: Site, limit: int | None) -> None:
+    """ValueError when `limit` is not a cap that `site` can take."""
+    if limit is None:
+        return
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise ValueError(f"cap of {site.name}: {limit!r}; expected a whole number >= 1 (the query counts) or None")
+    try:
+        check_cap(limit, site.conv)
+    except ValueError as error:
+        raise ValueError(f"{site.name}: {error}") from None
+
+
+def _named_sites(
+    model: Any, layers: Mapping[Any, int | None] | None, kinds: Mapping[str, int | None]
+) -> dict[Site, int | None]:
+    if not layers and not kinds:
+        raise ValueError('cap: name a kind (full=..., window=..., recurrent=...) or layers ({3: 128})')
+    named: dict[Site, int | None] = {}
+    present = sorted({s.kind for s in model.sites})
+    for kind, limit in kinds.items():
+        if kind not in present:
+            raise ValueError(f"cap: this model has no {kind!r} sites; it has: {', '.join(present)}")
+        named.update({s: limit for s in model.sites if s.kind == kind})
+    for key, limit in (layers or {}).items():
+        layer, index = key if isinstance(key, tuple) else (key, None)
+        named.update(dict.fromkeys(model.sites.select(layer, index), limit))
+    return named
+
+
+@contextlib.contextmanager
+def ablate(model: Any, heads: Sequence[tuple[int, ...]], how: str, reference: Tensor | None) -> Iterator[None]:
+    """See `Instrumented.ablate`."""
+    if how not in ("zero", "mean"):
+        raise ValueError(f'how={how!r}: expected "zero" or "mean"')
+    if reference is not None and how != "mean":
+        raise ValueError('reference: only how="mean" takes reference tokens')
+    if isinstance(heads, tuple) and heads and isinstance(heads[0], int):
+        raise ValueError(f"heads={heads!r}: expected a list of (layer, head) or (layer, site, head)")
+    chosen: dict[Site, list[int]] = {}
+    for head in heads:
+        site, number = model.sites.head(tuple(head))
+        chosen.setdefault(site, []).append(number)
+    means = _head_means(model, list(chosen), reference) if reference is not None else {}
+    changes = []
+    for site, numbers in chosen.items():
+        values = {n: 0.0 if how == "zero" else means[site][n] if site in means else None for n in numbers}
+        changes.append((site, "edit", _replacement(values, site.edit)))
+    with switched(model, changes):
+        yield
+
+
+def _replacement(
+    values: Mapping[int, Tensor | float | None], outer: Callable[[Tensor], Tensor] | None
+) -> Callable[[Tensor], Tensor]:
+    """An edit of head outputs z [B,T,H,V]: each head in `values` becomes its value, or (None) its mean here."""
+
+    def edit(z: Tensor) -> Tensor:
+        z = z.clone() if outer is None else outer(z).clone()
+        for head, value in values.items():
+            z[:, :, head] = z[:, :, head].mean((0, 1)) if value is None else value
+        return z
+
+    return edit
+
+
+@torch.no_grad()
+def _head_means(model: Any, sites: list[Site], reference: Tensor) -> dict[Site, Tensor]:
+    """Mean output of each head over reference tokens [B,T]: [H,V] per site."""
+    means: dict[Site, Tensor] = {}
+
+    def meter(site: Site) -> Callable[[Tensor], Tensor]:
+        def edit(z: Tensor) -> Tensor:
+            means[site] = z.mean((0, 1))
+            return z
+
+        return edit
+
+    with switched(model, [(site, "edit", meter(site)) for site in sites]):
+        model.hidden(reference)
+    return means
+
+
+@contextlib.contextmanager
+def knockout(
+    model: Any, rows: Any, keys: Any, layers: Sequence[int] | None, heads: Sequence[tuple[int, ...]] | None
+) -> Iterator[None]:
+    """See `Instrumented.knockout`."""
+    if layers is not None and heads is not None:
+        raise ValueError("knockout: give layers or heads, not both")
+    rows_ = torch.as_tensor(rows, dtype=torch.int64)
+    rows_ = rows_[None] if rows_.ndim == 1 else rows_
+    if rows_.ndim != 2 or (rows_.numel() and int(rows_.min()) < 0):
+        raise ValueError("rows: expected token columns >= 0, as a list or [B,R]")
+    mask = _key_mask(keys)
+    targets: dict[Site, list[int] | None] = {}
+    if heads is not None:
+        for head in heads:
+            site, number = model.sites.head(tuple(head))
+            numbers = targets.setdefault(site, [])
+            assert numbers is not None
+            numbers.append(number)
+    elif layers is not None:
+        targets = {s: None for layer in layers for s in model.sites.select(layer)}
+    else:
+        targets = {s: None for s in model.sites if s.softmax}
+    for site in targets:
+        if not site.softmax:
+            raise ValueError(f"knockout: {site.name} is {site.kind} ({site.mixer}) and has no softmax to cut edges from")
+    with switched(model, [(s, "knockout", (*s.knockout, (rows_, mask, n))) for s, n in targets.items()]):
+        yield
+
+
+def _key_mask(keys: Any) -> Tensor:
+    """Key columns as a bool mask [1 or B, N]."""
+    k = torch.as_tensor(keys)
+    if k.dtype == torch.bool and k.ndim in (1, 2):
+        return k if k.ndim == 2 else k[None]
+    if k.ndim != 1 or k.is_floating_point() or (k.numel() and int(k.min()) < 0):
+        raise ValueError("keys: expected a list of token columns >= 0, or a bool mask [T] or [B,T]")
+    mask = torch.zeros(1, int(k.max()) + 1 if k.numel() else 1, dtype=torch.bool)
+    mask[0, k.long()] = True
+    return mask

@@ -1,0 +1,157 @@
+"""HybridLM: a decoder whose layers mix full attention, windows and recurrences as the config's pattern says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformer_lens import HookedRootModule
+from transformer_lens.hook_points import HookPoint
+
+from .config import HybridConfig
+from .instrumented import Instrumented
+from .mixers import build
+from .mixers.layers import RMSNorm
+from .passes import Cache, Pass
+from .record import Record
+from .sites import Sites, refuse_compiled
+
+
+class MLP(nn.Module):
+    """SwiGLU (arXiv 2002.05202): down(silu(gate x) * up x)."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        assert config.d_ff is not None
+        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    """x + mixer(norm x), then x + MLP(norm x)."""
+
+    def __init__(self, config: HybridConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.ln1 = RMSNorm(config.d_model, config.norm_eps)
+        self.attn = build(config, layer)
+        self.ln2 = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = MLP(config)
+        self.hook_resid_pre, self.hook_resid_mid, self.hook_resid_post = HookPoint(), HookPoint(), HookPoint()
+        self.hook_attn_out, self.hook_mlp_out = HookPoint(), HookPoint()
+
+    def forward(self, x: Tensor, run: Pass, recorders: tuple[Record, ...] = ()) -> Tensor:
+        x = self._seen("pre", self.hook_resid_pre(x), recorders)
+        x = x + self.hook_attn_out(self.attn(self.ln1(x), run))
+        x = self._seen("mid", self.hook_resid_mid(x), recorders)
+        x = x + self.hook_mlp_out(self.mlp(self.ln2(x)))
+        return self._seen("post", self.hook_resid_post(x), recorders)
+
+    def _seen(self, where: str, x: Tensor, recorders: tuple[Record, ...]) -> Tensor:
+        for rec in recorders:
+            rec.keep(self.layer, where, x)
+        return x
+
+
+class HybridLM(Instrumented, HookedRootModule):
+    """A hybrid language model with TransformerLens hook points and run-time switches.
+
+    `model(tokens)` maps [B,T] token ids to logits [B,T,vocab]. `attention_mask` [B,T] (1: real) may pad anywhere;
+    logits at padding mean nothing. `cache` continues an earlier call. Raises ValueError for ids outside the
+    vocabulary or more tokens than `config.context`.
+
+    >>> model = HybridLM(HybridConfig(("swa:64", "full"), 4, 128, 4, 1000))
+    >>> with model.cap(full=32): logits = model(tokens)
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.context = config.context
+        self.vocab_size = config.vocab_size
+        self.tokenizer: Any = None
+        self.recorders: tuple[Record, ...] = ()
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.hook_embed = HookPoint()
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
+        self.ln_final = RMSNorm(config.d_model, config.norm_eps)
+        self.unembed = nn.Linear(config.d_model, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.unembed.weight = self.embed.weight
+        self.init_weights()
+        self.setup()  # names the hook points
+
+    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        return self.unembed_hidden(self.hidden(tokens, attention_mask, cache))
+
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Residual stream after the final norm, [B,T,D]."""
+        real = self._check(tokens, attention_mask)
+        run = Pass(real, cache, *tokens.shape, tokens.device)
+        for rec in self.recorders:
+            rec.start(real)
+        x = self.hook_embed(self.embed(tokens))
+        for block in self.blocks:
+            x = block(x, run, self.recorders)
+        return self.ln_final(x)
+
+    def _check(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+        if torch.compiler.is_compiling():
+            if self.recorders or any(site.active for site in self.sites):
+                refuse_compiled(self)
+            return None
+        if tokens.ndim != 2 or tokens.is_floating_point():
+            raise ValueError(f"tokens: {tokens.dtype} of shape {tuple(tokens.shape)}; expected integer ids [B,T]")
+        self.check_length(tokens.shape[1])
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            low, high = int(tokens.min()), int(tokens.max())
+            raise ValueError(f"tokens: ids {low}..{high} outside the vocabulary 0..{self.vocab_size - 1}")
+        if attention_mask is None:
+            return None
+        if attention_mask.shape != tokens.shape:
+            raise ValueError(
+                f"attention_mask: shape {tuple(attention_mask.shape)}; expected {tuple(tokens.shape)}"
+            )
+        real = attention_mask.bool()
+        return None if bool(real.all()) else real
+
+    def unembed_hidden(self, hidden: Tensor) -> Tensor:
+        return self.unembed(hidden)
+
+    def new_cache(self) -> Cache:
+        return Cache()
+
+    def embedding(self) -> nn.Module:
+        return self.embed
+
+    @property
+    def sites(self) -> Sites:
+        """The mixers, in layer order."""
+        return Sites(block.attn.site for block in self.blocks)
+
+    def save(self, folder: str | Path) -> None:
+        """Write config.json, model.safetensors and the tokenizer, atomically; see `checkpoint.save`."""
+        from .checkpoint import save
+
+        save(self, folder)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Normal(0, 0.02); what is added to the residual stream is scaled down by sqrt(2 L) (GPT-2's scheme)."""
+        std = 0.02
+        out_std = std / (2 * self.config.n_layers) ** 0.5
+        nn.init.normal_(self.embed.weight, std=std)
+        if not self.config.tie_embeddings:
+            nn.init.normal_(self.unembed.weight, std=std)
+        for block in self.blocks:
+            block.attn.init_weights(std, out_std)
+            nn.init.normal_(block.mlp.gate_proj.weight, std=std)
+            nn.init.normal_(block.mlp.up_proj.weight, std=std)
+            nn.init.normal_(block.mlp.down_proj.weight, std=out_std)

@@ -1,0 +1,164 @@
+"""One forward pass over [B,T] tokens: padding, positions, and the decode cache of each site.
+
+Positions count real tokens, so padding on the left, on the right or in the middle changes nothing for the
+tokens that are there. *Columns* are indices into the caller's token matrix, padding included; cached calls
+count on. Users name rows and keys by column; kernels work with positions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .kernels.windowed import Ring
+
+if TYPE_CHECKING:
+    from .sites import Site
+
+
+class Cache:
+    """Decode state, one entry per site; grows as the model is called with `cache=`."""
+
+    def __init__(self) -> None:
+        self.sites: dict[str, KVCache | StateCache] = {}
+
+
+@dataclasses.dataclass
+class KVCache:
+    """Keys [B,S,G,K] and values [B,S,G,V] with their positions and columns [1 or B,S]; padding has position -1.
+
+    A window site keeps the keys that its native window can still reach; caps mask, they drop nothing.
+    """
+
+    k: Tensor
+    v: Tensor
+    position: Tensor
+    column: Tensor
+    seen: Tensor
+    columns: int
+
+    def trim(self, window: int) -> None:
+        """Drop keys that no later query of a window site can see."""
+        newest = self.position.amax(1, keepdim=True)
+        keep = (self.position > newest + 1 - window) & (self.position >= 0)
+        n = int(keep.sum(1).max())
+        if n == self.k.shape[1]:
+            return
+        order = keep.int().argsort(dim=1, stable=True)[:, keep.shape[1] - n :]  # kept keys last, in order
+        kept = keep.gather(1, order)
+        self.position = torch.where(kept, self.position.gather(1, order), -1)
+        self.column = self.column.expand_as(keep).gather(1, order)
+        wide = order.expand(self.k.shape[0], n)[..., None, None]
+        self.k = self.k.gather(1, wide.expand(-1, -1, *self.k.shape[2:]))
+        self.v = self.v.gather(1, wide.expand(-1, -1, *self.v.shape[2:]))
+
+
+@dataclasses.dataclass
+class StateCache:
+    """State [B,H,K,V] (or, under a cap, a Ring) and the last inputs of the convolution [B,c-1,D]."""
+
+    state: Tensor | None
+    ring: Ring | None
+    conv: Tensor
+    cap: int | None
+
+
+@dataclasses.dataclass
+class View:
+    """Where a call's queries and keys stand: positions and columns, each [1 or B, T or S]."""
+
+    q_pos: Tensor
+    k_pos: Tensor
+    q_col: Tensor
+    k_col: Tensor
+
+
+class Pass:
+    """What the mixers of one forward pass share. `real` [B,T] marks tokens that are not padding (None: all are)."""
+
+    def __init__(self, real: Tensor | None, cache: Cache | None, batch: int, length: int, device: torch.device):
+        self.real = real
+        self.cache = cache
+        self.length = length
+        self.batch = batch
+        if real is None:
+            self.local = torch.arange(length, device=device)[None]
+            self.count = torch.full((1,), length, device=device)
+            self.order = None
+        else:
+            self.local = (real.cumsum(1) - 1).clamp(min=0)
+            self.count = real.sum(1)
+            self.order = (~real).int().argsort(dim=1, stable=True)  # real tokens first, in order
+
+    def attend_to(self, site: Site, k: Tensor, v: Tensor, position: Tensor) -> tuple[Tensor, Tensor, View | None]:
+        """Keys and values with those of the cache before them, and the view; None where it is just 0..T-1."""
+        if self.cache is None and self.real is None:
+            return k, v, None
+        k_pos = position if self.real is None else torch.where(self.real, position, -1)
+        columns = torch.arange(self.length, device=k.device)[None]
+        if self.cache is None:
+            return k, v, View(position, k_pos, columns, columns)
+        old = self.cache.sites.get(site.name)
+        assert old is None or isinstance(old, KVCache)
+        if old is None:
+            new = KVCache(k, v, k_pos, columns, self.count, self.length)
+        else:
+            columns = columns + old.columns
+            new = KVCache(
+                torch.cat([old.k, k], 1), torch.cat([old.v, v], 1), _cat(old.position, k_pos),
+                _cat(old.column, columns), old.seen + self.count, old.columns + self.length,
+            )  # fmt: skip
+        self.cache.sites[site.name] = new
+        view = View(position, new.position, columns, new.column)
+        k, v = new.k, new.v
+        if site.window is not None:
+            new.trim(site.window)
+        return k, v, view
+
+    def positions(self, site: Site) -> Tensor:
+        """Position of each token of this call, [1 or B,T]."""
+        old = self.cache.sites.get(site.name) if self.cache is not None else None
+        return self.local if not isinstance(old, KVCache) else self.local + old.seen[:, None]
+
+    def compact(self, x: Tensor) -> Tensor:
+        """Move each row's real tokens to the front ([B,T,...]); what trails is padding."""
+        if self.order is None:
+            return x
+        return x.gather(1, self._index(x))
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Undo `compact`; padding comes back as zeros."""
+        if self.order is None:
+            return x
+        assert self.real is not None
+        out = torch.zeros_like(x).scatter(1, self._index(x), x)
+        return out * self.real.view(*self.real.shape, *[1] * (x.ndim - 2)).to(x.dtype)
+
+    def mute(self, x: Tensor) -> Tensor:
+        """Zero the padding of a compacted tensor, so that a recurrence passes over it."""
+        if self.order is None:
+            return x
+        steps = torch.arange(self.length, device=x.device)
+        return x * (steps < self.count[:, None]).view(*x.shape[:2], *[1] * (x.ndim - 2)).to(x.dtype)
+
+    def last(self, x: Tensor, n: int, before: Tensor | None = None) -> Tensor:
+        """The last n real tokens of each row of a compacted tensor [B,T,...]; where there are fewer, `before`
+        [B,n,...] (zeros without it) supplies what came earlier."""
+        front = x.new_zeros(x.shape[0], n, *x.shape[2:]) if before is None else before
+        x = torch.cat([front, x], 1)
+        if self.order is None:
+            return x[:, x.shape[1] - n :]
+        index = (self.count[:, None] + torch.arange(n, device=x.device)).view(-1, n, *[1] * (x.ndim - 2))
+        return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+
+    def _index(self, x: Tensor) -> Tensor:
+        assert self.order is not None
+        return self.order.view(*self.order.shape, *[1] * (x.ndim - 2)).expand_as(x)
+
+
+def _cat(x: Tensor, y: Tensor) -> Tensor:
+    rows = max(x.shape[0], y.shape[0])
+    return torch.cat([x.expand(rows, -1), y.expand(rows, -1)], 1)

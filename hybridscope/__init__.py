@@ -1,0 +1,71 @@
+"""hybridscope: what each layer of a hybrid language model retrieves, and when in training it learned to.
+
+Public names load on first use: `import hybridscope` imports neither torch nor TransformerLens.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "HybridConfig": "hooks.config",
+    "ratio": "hooks.config",
+    "HybridLM": "hooks.model",
+    "Site": "hooks.sites",
+    "Stats": "hooks.record",
+    "AttentionStats": "hooks.kernels.attention_stats",
+    "attention_stats": "hooks.kernels.attention_stats",
+    "load": "hooks.checkpoint",
+    "ladder": "hooks.ladder",
+    "make_needles": "probes.needles",
+    "needles_from_texts": "probes.needles",
+    "needle_accuracy": "probes.needles",
+    "Needles": "probes.needles",
+    "probe_layers": "probes.layerwise",
+    "LayerwiseProbe": "probes.layerwise",
+    "cap_sweep": "probes.capsweep",
+    "retrieval_heads": "probes.retrieval",
+    "causal_check": "probes.retrieval",
+    "track": "probes.tracking",
+    "qk_drift": "probes.drift",
+    "gradient_influence": "probes.influence",
+    "perplexity": "probes.perplexity",
+}
+
+__all__ = ["__version__", "figures", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in ("hooks", "probes", "experiments", "figures"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+if TYPE_CHECKING:
+    from . import figures
+    from .hooks.checkpoint import load
+    from .hooks.config import HybridConfig, ratio
+    from .hooks.kernels.attention_stats import AttentionStats, attention_stats
+    from .hooks.ladder import ladder
+    from .hooks.model import HybridLM
+    from .hooks.record import Stats
+    from .hooks.sites import Site
+    from .probes.capsweep import cap_sweep
+    from .probes.drift import qk_drift
+    from .probes.influence import gradient_influence
+    from .probes.layerwise import LayerwiseProbe, probe_layers
+    from .probes.needles import Needles, make_needles, needle_accuracy, needles_from_texts
+    from .probes.perplexity import perplexity
+    from .probes.retrieval import causal_check, retrieval_heads
+    from .probes.tracking import track
