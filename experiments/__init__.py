@@ -1,0 +1,1 @@
+"""Runs: data, training, ladders, measurements over them, and the command line."""

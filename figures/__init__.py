@@ -1,0 +1,27 @@
+"""Figures: one function per figure, tidy table in, matplotlib Figure out.
+
+They import nothing else of hybridscope and leave pyplot alone; `save` writes a figure whole or not at all.
+"""
+
+from .caps import cap_curves
+from .caps_map import cap_heatmap
+from .distance import influence
+from .heads import heads_map
+from .ladder import formation
+from .position import perplexity
+from .probe import probe_curve
+from .style import DOUBLE, KINDS, SINGLE, save
+
+__all__ = [
+    "DOUBLE",
+    "KINDS",
+    "SINGLE",
+    "cap_curves",
+    "cap_heatmap",
+    "formation",
+    "heads_map",
+    "influence",
+    "perplexity",
+    "probe_curve",
+    "save",
+]

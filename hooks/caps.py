@@ -12,9 +12,13 @@ from torch import Tensor
 from .kernels.windowed import check_cap
 from .sites import Site, switched
 
+Edit = Callable[[Tensor, Tensor | None], Tensor]
+
 
 @contextlib.contextmanager
-def cap(model: Any, layers: Mapping[Any, int | None] | None, *, sinks: int, kinds: Mapping[str, int | None]) -> Iterator[None]:
+def cap(
+    model: Any, layers: Mapping[Any, int | None] | None, *, sinks: int, kinds: Mapping[str, int | None]
+) -> Iterator[None]:
     """See `Instrumented.cap`."""
     named = _named_sites(model, layers, kinds)
     if not isinstance(sinks, int) or sinks < 0:
@@ -37,18 +41,29 @@ def check_site_cap(site: Site, limit: int | None) -> None:
     if limit is None:
         return
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise ValueError(f"cap of {site.name}: {limit!r}; expected a whole number >= 1 (the query counts) or None")
+        raise ValueError(
+            f"cap of {site.name}: {limit!r}; expected a whole number >= 1 (the query counts) or None"
+        )
+    refuse_opaque(site, "cap")
     try:
         check_cap(limit, site.conv)
     except ValueError as error:
         raise ValueError(f"{site.name}: {error}") from None
 
 
+def refuse_opaque(site: Site, what: str) -> None:
+    """ValueError for a mixer whose inside the loader does not reach."""
+    if site.opaque:
+        raise ValueError(
+            f"{what}: {site.name} is {site.kind} ({site.mixer}), which is not yet supported here"
+        )
+
+
 def _named_sites(
     model: Any, layers: Mapping[Any, int | None] | None, kinds: Mapping[str, int | None]
 ) -> dict[Site, int | None]:
     if not layers and not kinds:
-        raise ValueError('cap: name a kind (full=..., window=..., recurrent=...) or layers ({3: 128})')
+        raise ValueError("cap: name a kind (full=..., window=..., recurrent=...) or layers ({3: 128})")
     named: dict[Site, int | None] = {}
     present = sorted({s.kind for s in model.sites})
     for kind, limit in kinds.items():
@@ -62,7 +77,9 @@ def _named_sites(
 
 
 @contextlib.contextmanager
-def ablate(model: Any, heads: Sequence[tuple[int, ...]], how: str, reference: Tensor | None) -> Iterator[None]:
+def ablate(
+    model: Any, heads: Sequence[tuple[int, ...]], how: str, reference: Tensor | None
+) -> Iterator[None]:
     """See `Instrumented.ablate`."""
     if how not in ("zero", "mean"):
         raise ValueError(f'how={how!r}: expected "zero" or "mean"')
@@ -73,6 +90,7 @@ def ablate(model: Any, heads: Sequence[tuple[int, ...]], how: str, reference: Te
     chosen: dict[Site, list[int]] = {}
     for head in heads:
         site, number = model.sites.head(tuple(head))
+        refuse_opaque(site, "ablate")
         chosen.setdefault(site, []).append(number)
     means = _head_means(model, list(chosen), reference) if reference is not None else {}
     changes = []
@@ -83,15 +101,16 @@ def ablate(model: Any, heads: Sequence[tuple[int, ...]], how: str, reference: Te
         yield
 
 
-def _replacement(
-    values: Mapping[int, Tensor | float | None], outer: Callable[[Tensor], Tensor] | None
-) -> Callable[[Tensor], Tensor]:
+def _replacement(values: Mapping[int, Tensor | float | None], outer: Edit | None) -> Edit:
     """An edit of head outputs z [B,T,H,V]: each head in `values` becomes its value, or (None) its mean here."""
 
-    def edit(z: Tensor) -> Tensor:
-        z = z.clone() if outer is None else outer(z).clone()
+    def edit(z: Tensor, real: Tensor | None) -> Tensor:
+        z = z.clone() if outer is None else outer(z, real).clone()
         for head, value in values.items():
-            z[:, :, head] = z[:, :, head].mean((0, 1)) if value is None else value
+            out = z[:, :, head]
+            if value is None:
+                value = (out.flatten(0, 1) if real is None else out[real]).mean(0)
+            z[:, :, head] = value
         return z
 
     return edit
@@ -99,17 +118,19 @@ def _replacement(
 
 @torch.no_grad()
 def _head_means(model: Any, sites: list[Site], reference: Tensor) -> dict[Site, Tensor]:
-    """Mean output of each head over reference tokens [B,T]: [H,V] per site."""
+    """Mean output of each head over reference tokens [B,T]: [H,V] per site. Nobody records this pass."""
     means: dict[Site, Tensor] = {}
 
-    def meter(site: Site) -> Callable[[Tensor], Tensor]:
-        def edit(z: Tensor) -> Tensor:
+    def meter(site: Site) -> Edit:
+        def edit(z: Tensor, real: Tensor | None) -> Tensor:
             means[site] = z.mean((0, 1))
             return z
 
         return edit
 
-    with switched(model, [(site, "edit", meter(site)) for site in sites]):
+    changes: list[tuple[Any, str, Any]] = [(site, "edit", meter(site)) for site in sites]
+    changes += [(model, "recorders", ()), *[(site, "tap", None) for site in model.sites]]
+    with switched(model, changes):
         model.hidden(reference)
     return means
 
@@ -139,7 +160,9 @@ def knockout(
         targets = {s: None for s in model.sites if s.softmax}
     for site in targets:
         if not site.softmax:
-            raise ValueError(f"knockout: {site.name} is {site.kind} ({site.mixer}) and has no softmax to cut edges from")
+            raise ValueError(
+                f"knockout: {site.name} is {site.kind} ({site.mixer}) and has no softmax to cut edges from"
+            )
     with switched(model, [(s, "knockout", (*s.knockout, (rows_, mask, n))) for s, n in targets.items()]):
         yield
 
@@ -147,10 +170,12 @@ def knockout(
 def _key_mask(keys: Any) -> Tensor:
     """Key columns as a bool mask [1 or B, N]."""
     k = torch.as_tensor(keys)
+    if not k.numel():
+        return torch.zeros(1, 1, dtype=torch.bool)
     if k.dtype == torch.bool and k.ndim in (1, 2):
         return k if k.ndim == 2 else k[None]
-    if k.ndim != 1 or k.is_floating_point() or (k.numel() and int(k.min()) < 0):
+    if k.ndim != 1 or k.is_floating_point() or int(k.min()) < 0:
         raise ValueError("keys: expected a list of token columns >= 0, or a bool mask [T] or [B,T]")
-    mask = torch.zeros(1, int(k.max()) + 1 if k.numel() else 1, dtype=torch.bool)
+    mask = torch.zeros(1, int(k.max()) + 1, dtype=torch.bool)
     mask[0, k.long()] = True
     return mask

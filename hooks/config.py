@@ -122,11 +122,20 @@ class HybridConfig:
     def _check_mixer_options(self) -> None:
         for mixer, options in self.mixers.items():
             if mixer not in MIXER_OPTIONS:
-                raise ValueError(f"mixers: unknown mixer {mixer!r}; known: {', '.join(sorted(MIXER_OPTIONS))}")
+                raise ValueError(
+                    f"mixers: unknown mixer {mixer!r}; known: {', '.join(sorted(MIXER_OPTIONS))}"
+                )
             unknown = sorted(set(options) - set(MIXER_OPTIONS[mixer]))
             if unknown:
                 known = ", ".join(MIXER_OPTIONS[mixer]) or "none"
                 raise ValueError(f"mixers: {mixer!r} has no option {unknown[0]!r}; it takes: {known}")
+            for name, value in options.items():
+                default = MIXER_OPTIONS[mixer][name]
+                if isinstance(default, bool):
+                    if not isinstance(value, bool):
+                        raise ValueError(f"mixers: {mixer} {name}={value!r}: expected True or False")
+                elif default is not None or value is not None:
+                    _at_least_one(f"mixers: {mixer} {name}", value)
 
     def options(self, mixer: str) -> dict[str, Any]:
         """The options of one mixer, defaults filled in."""

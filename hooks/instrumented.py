@@ -23,6 +23,7 @@ class Instrumented:
 
     sites: Sites
     tokenizer: Any
+    recorders: tuple[Record, ...] = ()
 
     def cap(
         self, layers: Mapping[Any, int | None] | None = None, *, sinks: int = 0, **kinds: int | None
@@ -53,10 +54,13 @@ class Instrumented:
         return record(self, resid=resid, stats=stats)
 
     def ablate(
-        self, heads: Sequence[tuple[int, ...]], how: Literal["zero", "mean"] = "zero", reference: Tensor | None = None
+        self,
+        heads: Sequence[tuple[int, ...]],
+        how: Literal["zero", "mean"] = "zero",
+        reference: Tensor | None = None,
     ) -> AbstractContextManager[None]:
         """Replace the outputs of heads (layer, head) or (layer, site, head), before the output projection, by zero or
-        by their mean over `reference` tokens [B,T] (over the running call's own tokens where none are given).
+        by their mean over `reference` tokens [B,T] (over the running call's own real tokens where none are given).
 
         Raises ValueError for a head the model does not have.
         """
@@ -65,7 +69,12 @@ class Instrumented:
         return ablate(self, heads, how, reference)
 
     def knockout(
-        self, *, rows: Any, keys: Any, layers: Sequence[int] | None = None, heads: Sequence[tuple[int, ...]] | None = None
+        self,
+        *,
+        rows: Any,
+        keys: Any,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[tuple[int, ...]] | None = None,
     ) -> AbstractContextManager[None]:
         """Forbid query rows to attend to keys; the softmax renormalises over what is left.
 
@@ -93,13 +102,22 @@ class Instrumented:
         return total
 
     def loss(self, tokens: Tensor, per_token: bool = False, attention_mask: Tensor | None = None) -> Tensor:
-        """Next-token cross entropy in nats: the mean, or per token [B,T-1] (0 where the target is padding).
+        """Next-token cross entropy in nats: the mean, or per token [B,T-1].
 
-        Without gradients the logits are made a stretch of positions at a time.
+        Under a mask every real token is predicted from the real token before it; the per-token loss is 0 at
+        padding and at a row's first token. Without gradients the logits are made a stretch of positions at a time.
         """
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise ValueError(f"tokens: shape {tuple(tokens.shape)}; a loss needs [B,T] with T >= 2")
-        hidden = self.hidden(tokens, attention_mask)[:, :-1]
+        hidden = self.hidden(tokens, attention_mask)
+        counted = None
+        if attention_mask is not None:
+            real = attention_mask.bool()
+            columns = torch.arange(tokens.shape[1], device=tokens.device)
+            latest = (columns * real).cummax(1).values  # the last real token so far
+            hidden = hidden.gather(1, latest[..., None].expand_as(hidden))
+            counted = real[:, 1:] & (real.cumsum(1)[:, :-1] > 0)
+        hidden = hidden[:, :-1]
         step = hidden.shape[1]
         if not torch.is_grad_enabled():
             step = max(1, LOSS_ELEMENTS // (hidden.shape[0] * self.vocab_size))
@@ -108,12 +126,13 @@ class Instrumented:
             logits = self.unembed_hidden(hidden[:, start : start + step])
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             target = tokens[:, start + 1 : start + 1 + logits.shape[1]]
-            parts.append(F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape))
+            parts.append(
+                F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
+            )
         losses = torch.cat(parts, 1)
-        if attention_mask is None:
+        if counted is None:
             return losses if per_token else losses.mean()
-        real = attention_mask[:, 1:].to(losses.dtype)
-        return losses * real if per_token else (losses * real).sum() / real.sum()
+        return losses.masked_fill(~counted, 0) if per_token else losses[counted].mean()
 
     @torch.no_grad()
     def generate(
@@ -138,9 +157,10 @@ class Instrumented:
         for _ in range(max_new_tokens):
             hidden = self.hidden(step, mask, cache=cache)
             picked = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1]))
-            logits = self.unembed_hidden(picked)[:, 0].float()
+            logits = self.unembed_hidden(picked)[:, 0]
             if temperature > 0:
-                step = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+                chances = (logits.float() / temperature).softmax(-1)
+                step = torch.multinomial(chances, 1, generator=generator)
             else:
                 step = logits.argmax(-1, keepdim=True)
             if eos_token_id is not None:
@@ -156,6 +176,12 @@ class Instrumented:
         """ValueError when `length` tokens exceed the model's context."""
         if self.context is not None and length > self.context:
             raise ValueError(f"tokens: {length} are longer than the model's context of {self.context}")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy records for nobody, as its sites' switches are off (`Site.__getstate__`)."""
+        state = super().__getstate__()
+        assert isinstance(state, dict)
+        return {**state, "recorders": ()}
 
     # What a source implements.
     context: int | None

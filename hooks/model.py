@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from .mixers import build
 from .mixers.layers import RMSNorm
 from .passes import Cache, Pass
 from .record import Record
-from .sites import Sites, refuse_compiled
+from .sites import Sites, refuse_compiled, refuse_switches
 
 
 class MLP(nn.Module):
@@ -77,7 +77,6 @@ class HybridLM(Instrumented, HookedRootModule):
         self.context = config.context
         self.vocab_size = config.vocab_size
         self.tokenizer: Any = None
-        self.recorders: tuple[Record, ...] = ()
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.hook_embed = HookPoint()
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
@@ -88,27 +87,35 @@ class HybridLM(Instrumented, HookedRootModule):
         self.init_weights()
         self.setup()  # names the hook points
 
-    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
         return self.unembed_hidden(self.hidden(tokens, attention_mask, cache))
 
-    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
         """Residual stream after the final norm, [B,T,D]."""
         real = self._check(tokens, attention_mask)
         run = Pass(real, cache, *tokens.shape, tokens.device)
         for rec in self.recorders:
-            rec.start(real)
+            rec.start(real, 0 if cache is None else cache.columns)
         x = self.hook_embed(self.embed(tokens))
-        for block in self.blocks:
+        for block in self.layers:
             x = block(x, run, self.recorders)
+        if cache is not None:
+            cache.columns += tokens.shape[1]
         return self.ln_final(x)
 
     def _check(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor | None:
         if torch.compiler.is_compiling():
-            if self.recorders or any(site.active for site in self.sites):
-                refuse_compiled(self)
+            if self.recorders or self.context_level or any(site.active for site in self.sites):
+                refuse_switches()
             return None
         if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens: {tokens.dtype} of shape {tuple(tokens.shape)}; expected integer ids [B,T]")
+            raise ValueError(
+                f"tokens: {tokens.dtype} of shape {tuple(tokens.shape)}; expected integer ids [B,T]"
+            )
         self.check_length(tokens.shape[1])
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             low, high = int(tokens.min()), int(tokens.max())
@@ -125,6 +132,11 @@ class HybridLM(Instrumented, HookedRootModule):
     def unembed_hidden(self, hidden: Tensor) -> Tensor:
         return self.unembed(hidden)
 
+    def hooks(self, *args: Any, **kwargs: Any) -> Any:
+        """TransformerLens' context manager; RuntimeError on a compiled model, where hooks would never fire."""
+        refuse_compiled(self)
+        return super().hooks(*args, **kwargs)
+
     def new_cache(self) -> Cache:
         return Cache()
 
@@ -134,7 +146,12 @@ class HybridLM(Instrumented, HookedRootModule):
     @property
     def sites(self) -> Sites:
         """The mixers, in layer order."""
-        return Sites(block.attn.site for block in self.blocks)
+        return Sites(block.attn.site for block in self.layers)
+
+    @property
+    def layers(self) -> list[Block]:
+        """The blocks, typed."""
+        return cast(list[Block], list(self.blocks))
 
     def save(self, folder: str | Path) -> None:
         """Write config.json, model.safetensors and the tokenizer, atomically; see `checkpoint.save`."""
@@ -150,7 +167,7 @@ class HybridLM(Instrumented, HookedRootModule):
         nn.init.normal_(self.embed.weight, std=std)
         if not self.config.tie_embeddings:
             nn.init.normal_(self.unembed.weight, std=std)
-        for block in self.blocks:
+        for block in self.layers:
             block.attn.init_weights(std, out_std)
             nn.init.normal_(block.mlp.gate_proj.weight, std=std)
             nn.init.normal_(block.mlp.up_proj.weight, std=std)

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class Cache:
-    """Decode state, one entry per site; grows as the model is called with `cache=`."""
+    """Decode state, one entry per site, and the columns seen; grows as the model is called with `cache=`."""
 
     def __init__(self) -> None:
         self.sites: dict[str, KVCache | StateCache] = {}
+        self.columns = 0
 
 
 @dataclasses.dataclass
@@ -68,18 +69,32 @@ class StateCache:
 
 @dataclasses.dataclass
 class View:
-    """Where a call's queries and keys stand: positions and columns, each [1 or B, T or S]."""
+    """Where a call's queries and keys stand: positions and columns, each [1 or B, T or S].
+
+    With segments (packed documents, attention chunks) a query sees only keys of its own segment. `real` [B,T] marks
+    the queries that are not padding (None: all are).
+    """
 
     q_pos: Tensor
     k_pos: Tensor
     q_col: Tensor
     k_col: Tensor
+    q_seg: Tensor | None = None
+    k_seg: Tensor | None = None
+    real: Tensor | None = None
+
+    @property
+    def where(self) -> dict[str, Tensor | None]:
+        """What the kernels take of it."""
+        return {"q_pos": self.q_pos, "k_pos": self.k_pos, "q_seg": self.q_seg, "k_seg": self.k_seg}
 
 
 class Pass:
     """What the mixers of one forward pass share. `real` [B,T] marks tokens that are not padding (None: all are)."""
 
-    def __init__(self, real: Tensor | None, cache: Cache | None, batch: int, length: int, device: torch.device):
+    def __init__(
+        self, real: Tensor | None, cache: Cache | None, batch: int, length: int, device: torch.device
+    ):
         self.real = real
         self.cache = cache
         self.length = length
@@ -93,14 +108,16 @@ class Pass:
             self.count = real.sum(1)
             self.order = (~real).int().argsort(dim=1, stable=True)  # real tokens first, in order
 
-    def attend_to(self, site: Site, k: Tensor, v: Tensor, position: Tensor) -> tuple[Tensor, Tensor, View | None]:
+    def attend_to(
+        self, site: Site, k: Tensor, v: Tensor, position: Tensor
+    ) -> tuple[Tensor, Tensor, View | None]:
         """Keys and values with those of the cache before them, and the view; None where it is just 0..T-1."""
         if self.cache is None and self.real is None:
             return k, v, None
         k_pos = position if self.real is None else torch.where(self.real, position, -1)
         columns = torch.arange(self.length, device=k.device)[None]
         if self.cache is None:
-            return k, v, View(position, k_pos, columns, columns)
+            return k, v, View(position, k_pos, columns, columns, real=self.real)
         old = self.cache.sites.get(site.name)
         assert old is None or isinstance(old, KVCache)
         if old is None:
@@ -112,7 +129,7 @@ class Pass:
                 _cat(old.column, columns), old.seen + self.count, old.columns + self.length,
             )  # fmt: skip
         self.cache.sites[site.name] = new
-        view = View(position, new.position, columns, new.column)
+        view = View(position, new.position, columns, new.column, real=self.real)
         k, v = new.k, new.v
         if site.window is not None:
             new.trim(site.window)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from .attend import edges
-from .kernels.attention_stats import AttentionStats, attention_stats
+from .kernels.attention import ROWS
+from .kernels.attention_stats import AttentionStats, attention_stats, label_sets
 from .passes import View
 from .sites import Site, switched
 
@@ -45,14 +46,17 @@ class Record:
         self._layers = sorted({s.layer for s in model.sites})
         self._positions = resid
         self._spec = stats
-        self._resid: dict[tuple[int, str], list[Tensor]] = {}
-        self._stats: dict[tuple[int, int], list[tuple[Tensor, AttentionStats, bool]]] = {}
+        labels = None if stats is None else stats.labels
+        self._labels = None if labels is None else label_sets(labels, *labels.shape[:2])
+        self._resid: dict[tuple[int, str], list[tuple[Tensor, bool]]] = {}
+        self._stats: dict[tuple[int, int], list[tuple[tuple[Tensor, AttentionStats], bool]]] = {}
         self._last: Tensor | None = None
+        self._first = 0
 
     # Read-out
 
     def resid(self, layer: int, where: Where = "post") -> Tensor:
-        """Residual stream [N,P,D] at the positions asked for, batches concatenated.
+        """Residual stream [N,P,D] at the positions asked for: batches concatenated, cached calls continued along P.
 
         `pre`: before the mixer; `mid`: after it; `post`: after the MLP (the last layer's before the final norm);
         `delta`: mid - pre, what the mixer adds.
@@ -65,9 +69,18 @@ class Record:
             raise ValueError("resid: not recorded; ask for it with record(resid=...)")
         if layer not in self._layers:
             raise ValueError(f"layer {layer} does not exist; this model has layers 0..{self._layers[-1]}")
+        if (layer, where) not in self._resid and (layer, "pre") in self._resid:
+            raise ValueError(
+                f"resid: no {where!r} point is known in layer {layer} of this model; pre and post are"
+            )
         if (layer, where) not in self._resid:
             raise ValueError("resid: no forward pass ran inside the record() block")
-        return torch.cat(self._resid[layer, where])
+        batches = [torch.cat(b, 1) for b in _batches(self._resid[layer, where])]
+        if len({b.shape[1] for b in batches}) > 1:
+            raise ValueError(
+                "resid: passes of this block recorded different numbers of positions; record them apart"
+            )
+        return torch.cat(batches)
 
     def stats(self, layer: int, site: int = 0) -> AttentionStats:
         """Statistics [N,R,H] of one softmax site: batches concatenated, cached calls continued along the rows."""
@@ -97,7 +110,9 @@ class Record:
                     data[name] = value.flatten().cpu()
             frames.append(pd.DataFrame(data))
         if not frames:
-            raise ValueError("table: no attention statistics were recorded; ask for them with record(stats=...)")
+            raise ValueError(
+                "table: no attention statistics were recorded; ask for them with record(stats=...)"
+            )
         return pd.concat(frames, ignore_index=True)
 
     def _read(self, layer: int, index: int) -> tuple[Tensor, AttentionStats]:
@@ -108,16 +123,17 @@ class Record:
             raise ValueError(f"{site.name} is {site.kind} ({site.mixer}): it has no softmax statistics")
         parts = self._stats.get((layer, index))
         if not parts:
-            raise ValueError("stats: nothing recorded; ask with record(stats=...) and run a forward pass inside")
-        batches: list[list[tuple[Tensor, AttentionStats]]] = []
-        for rows, stats, continues in parts:
-            if continues and batches:
-                batches[-1].append((rows, stats))
-            else:
-                batches.append([(rows, stats)])
-        joined = [(torch.cat([r for r, _ in b], 1), AttentionStats.cat([s for _, s in b], 1)) for b in batches]
+            raise ValueError(
+                "stats: nothing recorded; ask with record(stats=...) and run a forward pass inside"
+            )
+        joined = [
+            (torch.cat([r for r, _ in b], 1), AttentionStats.cat([s for _, s in b], 1))
+            for b in _batches(parts)
+        ]
         if len({s.entropy.shape[1] for _, s in joined}) > 1:
-            raise ValueError("stats: passes of this block recorded different numbers of rows; record them apart")
+            raise ValueError(
+                "stats: passes of this block recorded different numbers of rows; record them apart"
+            )
         if len(joined) == 1:
             return joined[0]
         rows = torch.cat([r.expand(s.entropy.shape[0], -1) for r, s in joined])
@@ -125,9 +141,12 @@ class Record:
 
     # Called from forward passes
 
-    def start(self, real: Tensor | None) -> None:
-        """A forward pass begins; `real` [B,T] marks its tokens that are not padding."""
-        self._last = None if real is None else (torch.arange(real.shape[1], device=real.device) * real).amax(1)
+    def start(self, real: Tensor | None, first: int = 0) -> None:
+        """A forward pass begins at column `first`; `real` [B,T] marks its tokens that are not padding."""
+        self._first = first
+        self._last = (
+            None if real is None else (torch.arange(real.shape[1], device=real.device) * real).amax(1)
+        )
 
     def keep(self, layer: int, where: str, x: Tensor) -> None:
         """Pick the wanted columns out of a residual stream x [B,T,D]."""
@@ -135,52 +154,46 @@ class Record:
         if isinstance(self._positions, str):
             p = torch.full((B, 1), T - 1, device=x.device) if self._last is None else self._last[:, None]
         else:
-            p = torch.as_tensor(self._positions, device=x.device, dtype=torch.int64)
-            p = p.expand(B, -1) if p.ndim == 1 else p
-            if p.ndim != 2 or p.shape[0] != B:
-                raise ValueError(f"resid: positions of shape {tuple(p.shape)}; expected [P] or [{B},P]")
-            if p.numel() and (int(p.min()) < -T or int(p.max()) >= T):
-                raise ValueError(f"resid: positions {int(p.min())}..{int(p.max())} do not fit {T} tokens")
-            p = torch.where(p < 0, p + T, p)
-        picked = x.detach().gather(1, p[..., None].expand(-1, -1, D))
-        self._resid.setdefault((layer, where), []).append(picked)
+            p = _local("resid: positions", self._positions, B, T, self._first, x.device)
+        if p is not None:
+            picked = x.detach().gather(1, p.expand(B, -1)[..., None].expand(-1, -1, D))
+            self._resid.setdefault((layer, where), []).append((picked, self._first > 0))
 
     @torch.no_grad()
-    def tap(self, site: Site, q: Tensor, k: Tensor, view: View | None, scale: float | None) -> None:
+    def tap(
+        self, site: Site, q: Tensor, k: Tensor, view: View | None, scale: float | None = None,
+        softcap: float | None = None, sink_logits: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Statistics of the wanted rows of one call of `site`, under its window, cap and knockouts."""
         assert self._spec is not None
         B, T = q.shape[:2]
         first = 0 if view is None else int(view.q_col[0, 0])
-        local = self._local_rows(B, T, first, q.device)
+        local = torch.arange(T, device=q.device)[None]
+        if self._spec.rows is not None:
+            local = _local("stats: rows", self._spec.rows, B, T, first, q.device)
         if local is None:
             return
-        labels = None if self._spec.labels is None else _spread(self._spec.labels.to(k.device), view, B, k.shape[1])
-        hidden = edges(site, local + first, view, B, k.shape[1]) if site.knockout else None
-        where: dict[str, Any] = {} if view is None else {"q_pos": view.q_pos, "k_pos": view.k_pos}
-        stats = attention_stats(
-            q.detach(), k.detach(), rows=local, scale=scale, labels=labels, blocked=hidden, **site.span, **where
-        )
+        labels = None if self._labels is None else _spread(self._labels.to(k.device), view, B, k.shape[1])
+        options: dict[str, Any] = {
+            "scale": scale, "softcap": softcap, "sink_logits": sink_logits, "labels": labels,
+            **site.span, **({} if view is None else view.where),
+        }  # fmt: skip
+        q, k = q.detach(), k.detach()
+        if site.knockout:  # hidden edges take rows x keys: a few rows at a time
+            stats = AttentionStats.cat(
+                [
+                    attention_stats(
+                        q, k, rows=r, blocked=_hidden(site, r + first, view, B, k.shape[1]), **options
+                    )
+                    for r in local.split(ROWS, 1)
+                ],
+                1,
+            )
+        else:
+            stats = attention_stats(q, k, rows=local, **options)
         if view is not None:
             stats.top1 = view.k_col.expand(B, -1).gather(1, stats.top1.flatten(1)).view_as(stats.top1)
-        self._stats.setdefault((site.layer, site.index), []).append((local + first, stats, first > 0))
-
-    def _local_rows(self, B: int, T: int, first: int, device: torch.device) -> Tensor | None:
-        assert self._spec is not None
-        if self._spec.rows is None:
-            return torch.arange(T, device=device)[None]
-        rows = torch.as_tensor(self._spec.rows, device=device, dtype=torch.int64)
-        rows = rows[None] if rows.ndim == 1 else rows
-        if rows.ndim != 2 or rows.shape[0] not in (1, B):
-            raise ValueError(f"stats: rows of shape {tuple(rows.shape)}; expected [R] or [{B},R]")
-        rows = torch.where(rows < 0, rows + T, rows - first)
-        inside = (rows >= 0) & (rows < T)
-        if first == 0 and not bool(inside.all()):
-            raise ValueError(f"stats: rows {rows[~inside].tolist()} do not fit {T} tokens")
-        if first and rows.shape[0] == 1:
-            rows = rows[:, inside[0]]
-        elif first and not bool(inside.all()):
-            return None
-        return rows if rows.shape[1] else None
+        self._stats.setdefault((site.layer, site.index), []).append(((local + first, stats), first > 0))
 
 
 @contextlib.contextmanager
@@ -207,19 +220,65 @@ def _both(outer: Callable[..., None] | None, inner: Callable[..., None]) -> Call
     if outer is None:
         return inner
 
-    def tap(*args: Any) -> None:
-        outer(*args)
-        inner(*args)
+    def tap(*args: Any, **score: Any) -> None:
+        outer(*args, **score)
+        inner(*args, **score)
 
     return tap
 
 
+_Item = TypeVar("_Item")
+
+
+def _batches(parts: list[tuple[_Item, bool]]) -> list[list[_Item]]:
+    """Group what calls recorded: a call that continues a cached context joins the one before it."""
+    batches: list[list[_Item]] = []
+    for item, continues in parts:
+        if continues and batches:
+            batches[-1].append(item)
+        else:
+            batches.append([item])
+    return batches
+
+
+def _local(what: str, columns: Any, B: int, T: int, first: int, device: torch.device) -> Tensor | None:
+    """Columns [P] or [B,P] as indices [1 or B,P] into a call of T tokens that starts at column `first`.
+
+    Negative ones count from the call's end. A call that continues a context takes those of its own tokens; None
+    where it has none.
+    """
+    p = torch.as_tensor(columns, device=device, dtype=torch.int64)
+    p = p[None] if p.ndim == 1 else p
+    if p.ndim != 2 or p.shape[0] not in (1, B):
+        raise ValueError(
+            f"{what} of shape {tuple(p.shape)}; expected one list, or one for each of {B} samples"
+        )
+    p = torch.where(p < 0, p + T, p - first)
+    inside = (p >= 0) & (p < T)
+    if first == 0:
+        if not bool(inside.all()):
+            raise ValueError(f"{what} {torch.as_tensor(columns).tolist()} do not fit {T} tokens")
+        return p
+    if p.shape[0] > 1:
+        return p if bool(inside.all()) else None
+    p = p[:, inside[0]]
+    return p if p.shape[1] else None
+
+
+def _hidden(site: Site, rows: Tensor, view: View | None, batch: int, keys: int) -> Tensor:
+    """Edges hidden from the query columns `rows`, [B,R,1 or H,S]."""
+    hidden = edges(site, rows, view, batch, keys)
+    assert hidden is not None
+    return hidden.expand(batch, -1, -1, -1)
+
+
 def _spread(labels: Tensor, view: View | None, batch: int, keys: int) -> Tensor:
-    """Labels by key column [1 or B, T] as labels by key index [B,S]; columns beyond them have none."""
+    """Key sets by column [1 or B,T,sets] as key sets by key index [B,S,sets]; columns beyond them are in none."""
+    if labels.shape[0] not in (1, batch) or (view is None and labels.shape[1] != keys):
+        raise ValueError(f"labels: shape {tuple(labels.shape[:2])}; expected [{batch},{keys}]")
+    labels = labels.expand(batch, -1, -1)
     if view is None:
-        if labels.shape[-1] != keys or labels.ndim != 2:
-            raise ValueError(f"labels: shape {tuple(labels.shape)}; expected [{batch},{keys}]")
-        return labels.expand(batch, -1)
-    inside = view.k_col < labels.shape[1]
-    picked = labels.expand(batch, -1).gather(1, view.k_col.expand(batch, -1).clamp(max=labels.shape[1] - 1))
-    return picked * inside
+        return labels
+    last = labels.shape[1] - 1
+    column = view.k_col.expand(batch, -1)[..., None]
+    return labels.gather(1, column.clamp(max=last).expand(-1, -1, labels.shape[2])) & (column <= last)

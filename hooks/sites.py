@@ -22,9 +22,10 @@ class Site:
 
     Static: `layer` and `name` (module path), `kind` (full, window, recurrent, conv), `mixer`, query `heads` H,
     `kv_heads` G, `key_dim` K, `value_dim` V, native `window` W in tokens with the query counted (None: unbounded),
-    `rope`, `conv` (width of its short convolution; 1: none), `index` within the layer.
-    Run time: `cap` (reach limit in tokens), `sinks` (first keys kept visible), `knockout` (hidden
-    edges), `edit` (changes head outputs z [B,T,H,V]), `tap` (called with queries and keys).
+    `rope`, `conv` (width of its short convolution; 1: none), `index` within the layer, `opaque` (a foreign mixer
+    whose inside is not reached: it takes neither cap nor ablation).
+    Run time: `cap` (reach limit in tokens), `sinks` (first keys kept visible), `knockout` (hidden edges), `edit`
+    (changes head outputs z [B,T,H,V], told which tokens [B,T] are real), `tap` (sees queries and keys).
     """
 
     layer: int
@@ -39,17 +40,19 @@ class Site:
     rope: bool = False
     conv: int = 1
     index: int = 0
+    opaque: bool = False
 
     cap: int | None = dataclasses.field(default=None, repr=False)
     sinks: int = dataclasses.field(default=0, repr=False)
     knockout: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
-    edit: Callable[[torch.Tensor], torch.Tensor] | None = dataclasses.field(default=None, repr=False)
+    edit: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor] | None = dataclasses.field(
+        default=None, repr=False
+    )
     tap: Callable[..., None] | None = dataclasses.field(default=None, repr=False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
-        """A copied model starts with its switches off, whatever is active on the original."""
-        static = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.repr}
-        return Site(**static)
+    def __getstate__(self) -> dict[str, Any]:
+        """A copied (or pickled) model starts with its switches off, whatever is active on the original."""
+        return {f.name: getattr(self, f.name) if f.repr else f.default for f in dataclasses.fields(self)}
 
     @property
     def active(self) -> bool:
@@ -82,18 +85,37 @@ class Sites(list[Site]):
     """The sites of a model; printing it shows them as a table."""
 
     def __repr__(self) -> str:
-        columns = ("layer", "index", "name", "kind", "mixer", "heads", "kv_heads", "key_dim", "value_dim", "window", "rope")
-        rows = [columns, *[tuple("-" if (v := getattr(s, c)) is None else str(v) for c in columns) for s in self]]
+        columns = (
+            "layer",
+            "index",
+            "name",
+            "kind",
+            "mixer",
+            "heads",
+            "kv_heads",
+            "key_dim",
+            "value_dim",
+            "window",
+            "rope",
+        )
+        rows = [
+            columns,
+            *[tuple("-" if (v := getattr(s, c)) is None else str(v) for c in columns) for s in self],
+        ]
         widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
 
     def select(self, layer: int, index: int | None = None) -> list[Site]:
         """The sites of one layer (or the one with `index`); ValueError names what is not there."""
         found = [s for s in self if s.layer == layer and index in (None, s.index)]
         if not found:
             layers = sorted({s.layer for s in self})
-            what = f"layer {layer}" if index is None else f"layer {layer} site {index}"
-            raise ValueError(f"{what} does not exist; this model has sites in layers {layers[0]}..{layers[-1]}")
+            what = f"layer {layer}" if layer not in layers or index is None else f"layer {layer} site {index}"
+            raise ValueError(
+                f"{what} does not exist; this model has sites in layers {layers[0]}..{layers[-1]}"
+            )
         return found
 
     def head(self, head: tuple[int, ...]) -> tuple[Site, int]:
@@ -121,7 +143,9 @@ def switched(model: Any, changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
     me = threading.get_ident()
     owner, depth = _owners.get(model, (me, 0))
     if owner != me:
-        raise RuntimeError("another thread is inside cap/record/ablate/knockout on this model; use a copy of it")
+        raise RuntimeError(
+            "another thread is inside cap/record/ablate/knockout on this model; use a copy of it"
+        )
     refuse_compiled(model)
     before = [(target, name, getattr(target, name)) for target, name, _ in changes]
     _owners[model] = (me, depth + 1)
@@ -139,8 +163,17 @@ def switched(model: Any, changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def refuse_compiled(model: Any) -> None:
-    """RuntimeError when `model` is compiled (in place) or is being traced by torch.compile right now."""
-    if torch.compiler.is_compiling() or getattr(model, "_compiled_call_impl", None) is not None:
-        raise RuntimeError(
-            "cap, record, ablate, knockout and hooks need the uncompiled module: torch.compile freezes them"
-        )
+    """RuntimeError when `model` is compiled in place."""
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        refuse_switches()
+
+
+def refuse_switches() -> None:
+    """RuntimeError: what a compiled model answers to a switch."""
+    if torch.compiler.is_compiling():
+        from torch import _dynamo  # costs a second, and is there when compiling
+
+        _dynamo.graph_break()  # leave the graph, so that the error is raised and not traced
+    raise RuntimeError(
+        "cap, record, ablate, knockout and hooks need the uncompiled module: torch.compile freezes them"
+    )

@@ -1,0 +1,1 @@
+"""Measurements: an instrumented model (or a ladder) in, a tidy table out."""

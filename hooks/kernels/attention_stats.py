@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from .attention import visible as visible_keys
@@ -51,7 +51,9 @@ class AttentionStats:
     @classmethod
     def cat(cls, parts: Sequence[AttentionStats], dim: int) -> AttentionStats:
         """Concatenate along batch (0) or rows (1)."""
-        return cls(**{f.name: torch.cat([getattr(p, f.name) for p in parts], dim) for f in dataclasses.fields(cls)})
+        return cls(
+            **{f.name: torch.cat([getattr(p, f.name) for p in parts], dim) for f in dataclasses.fields(cls)}
+        )
 
 
 @torch.no_grad()
@@ -59,29 +61,32 @@ def attention_stats(
     q: Float[Tensor, "B T H K"],
     k: Float[Tensor, "B S G K"],
     *,
-    rows: Int[Tensor, "R"] | Int[Tensor, "B R"] | Sequence[int] | None = None,
+    rows: Int[Tensor, R] | Int[Tensor, "_ R"] | Sequence[int] | None = None,
     scale: float | None = None,
     causal: bool = True,
     window: int | None = None,
     sinks: int = 0,
     limit: int | None = None,
-    sink_logits: Float[Tensor, "H"] | None = None,
+    sink_logits: Float[Tensor, H] | None = None,
     softcap: float | None = None,
     labels: Tensor | None = None,
     q_pos: Int[Tensor, "_ T"] | None = None,
     k_pos: Int[Tensor, "_ S"] | None = None,
-    blocked: Tensor | None = None,
+    q_seg: Int[Tensor, "_ T"] | None = None,
+    k_seg: Int[Tensor, "_ S"] | None = None,
+    blocked: Bool[Tensor, "B R S"] | Bool[Tensor, "B R _ S"] | None = None,
     impl: Literal["auto", "torch", "reference"] = "auto",
 ) -> AttentionStats:
     """Attention statistics of the query rows `rows` (indices into T, shared [R] or per sample [B,R]; None: all).
 
-    `window` counts the query; the first `sinks` keys stay visible under it (within `limit`, a hard bound); `sink_logits` [H] join the
-    denominator; `softcap` c bounds scores as c tanh(s/c). `labels` [B,S] is bool (one set) or uint8, bit n of
-    which puts the key in set n. `q_pos` [B,T], `k_pos` [B,S]: token positions where queries and keys are not the
-    same tokens 0..T-1 (negative key position: padding). `blocked` [B,R,S] hides single edges. Values are
-    detached; arithmetic is fp32, or fp64 for fp64 inputs. `impl="reference"` is dense and in fp64.
+    `window` counts the query; the first `sinks` keys stay visible under it (within `limit`, a hard bound);
+    `sink_logits` [H] join the denominator; `softcap` c bounds scores as c tanh(s/c). `labels` puts keys in sets: bool
+    [B,S] (one set), bool [B,S,sets], or uint8 [B,S], bit n for set n. `q_pos` [B,T], `k_pos` [B,S]: token positions
+    where queries and keys are not the same tokens 0..T-1 (negative key position: padding); `q_seg`, `k_seg`: only
+    keys of the query's own segment are visible. `blocked` hides single edges, [B,R,S] or per head [B,R,H,S]. Values
+    are detached; arithmetic is fp32, or fp64 for fp64 inputs. `impl="reference"` is dense and in fp64.
 
-    Raises ValueError for a row outside T, a window < 1, or labels whose shape is not [B,S].
+    Raises ValueError for a row outside T, a window < 1 or without `causal`, or labels of another shape.
 
     >>> s = attention_stats(torch.randn(1, 8, 2, 4), torch.randn(1, 8, 1, 4), rows=[7])
     >>> s.entropy.shape
@@ -93,66 +98,89 @@ def attention_stats(
         raise ValueError(f"k has {k.shape[2]} heads, which do not divide q's {H}")
     if window is not None and window < 1:
         raise ValueError(f"window={window}: expected >= 1 (the query itself counts) or None")
+    if not causal and (window is not None or limit is not None):
+        raise ValueError(f"window={window}, limit={limit}: windows look back; they need causal=True")
     if (q_pos is None) != (k_pos is None) or (q_pos is None and T != S):
         raise ValueError(f"q has {T} tokens and k {S}: give both q_pos and k_pos")
     rows_ = _rows(rows, B, T, q.device)
-    sets = _label_sets(labels, B, S)
-    if impl == "reference":
-        q, k, step = q.double(), k.double(), max(1, rows_.shape[1])
-    else:
-        q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
-        span = S if window is None or q_pos is not None else min(S, 2 * window + sinks)
-        step = max(1, CHUNK_ELEMENTS // (B * H * span))
-        if span < S:
-            step = min(step, window or S)
-    same = q_pos is None or k_pos is None
+    sets = None if labels is None else label_sets(labels, B, S)
+    wide = torch.float64 if impl == "reference" else torch.promote_types(q.dtype, torch.float32)
+    k = k.to(wide)
+    banded = q_pos is None and causal  # keys of a chunk can be cut to the span its rows reach
     positions_q = torch.arange(T, device=q.device)[None] if q_pos is None else q_pos
     positions_k = torch.arange(S, device=q.device)[None] if k_pos is None else k_pos
-    parts = []
-    for start in range(0, rows_.shape[1], step):
+    R = rows_.shape[1]
+    step = R if impl == "reference" else _rows_at_once(B * H, S, window if banded else None)
+    parts: list[AttentionStats] = []
+    start = 0
+    while start < R or not parts:
         r = rows_[:, start : start + step]
+        keys = _span(r, S, window, sinks, banded)
+        fit = max(1, CHUNK_ELEMENTS // (B * H * max(1, len(keys))))
+        if fit < r.shape[1] and impl != "reference":  # rows that lie far apart reach more keys
+            r = r[:, :fit]
+            keys = _span(r, S, window, sinks, banded)
         picked = r.expand(B, -1)
-        keys = torch.arange(S, device=q.device)
-        if same and causal and r.numel():
-            low = 0 if window is None else max(0, int(r.min()) - window + 1)
-            keys = torch.cat([keys[: min(sinks, low)], keys[low : int(r.max()) + 1]])
         pos_q = positions_q.expand(B, T).gather(1, picked)
         pos_k = positions_k.index_select(1, keys)
         if causal:
-            mask = visible_keys(pos_q, pos_k, window=window, sinks=sinks, limit=limit)
+            seg: dict[str, Tensor] = {}
+            if q_seg is not None and k_seg is not None:
+                seg = {"q_seg": q_seg.expand(B, T).gather(1, picked), "k_seg": k_seg.index_select(1, keys)}
+            mask = visible_keys(pos_q, pos_k, window=window, sinks=sinks, limit=limit, **seg)
         else:
             mask = (pos_k >= 0)[:, None].expand(B, r.shape[1], -1)
+        mask = mask[:, :, None]
         if blocked is not None:
-            mask = mask & ~blocked[:, start : start + step].index_select(2, keys)
-        rows_q = q.gather(1, picked[:, :, None, None].expand(-1, -1, *q.shape[2:]))
+            hidden = blocked[:, start : start + r.shape[1]].index_select(-1, keys)
+            mask = mask & ~(hidden if hidden.ndim == 4 else hidden[:, :, None])
         part = _chunk(
-            rows_q, k.index_select(1, keys), mask, pos_q, pos_k,
+            q.gather(1, picked[:, :, None, None].expand(-1, -1, *q.shape[2:])).to(wide),
+            k.index_select(1, keys), mask, pos_q, pos_k,
             None if sets is None else sets.index_select(1, keys),
             q.shape[-1] ** -0.5 if scale is None else scale, softcap, sink_logits,
         )  # fmt: skip
         part.top1 = keys[part.top1]
         parts.append(part)
+        start += max(1, r.shape[1])
     return AttentionStats.cat(parts, 1)
+
+
+def _rows_at_once(heads: int, S: int, window: int | None) -> int:
+    """Rows of a chunk where they are neighbours: as many as a window's width, within CHUNK_ELEMENTS."""
+    if window is None or 2 * window >= S:
+        return max(1, CHUNK_ELEMENTS // (heads * S))
+    return max(1, min(window, CHUNK_ELEMENTS // (heads * 2 * window)))
+
+
+def _span(rows: Tensor, S: int, window: int | None, sinks: int, banded: bool) -> Tensor:
+    """Indices of the keys that these rows can reach."""
+    keys = torch.arange(S, device=rows.device)
+    if not banded or not rows.numel():
+        return keys
+    low = 0 if window is None else max(0, int(rows.min()) - window + 1)
+    return torch.cat([keys[: min(sinks, low)], keys[low : int(rows.max()) + 1]])
 
 
 def _chunk(
     q: Tensor, k: Tensor, mask: Tensor, q_pos: Tensor, k_pos: Tensor, sets: Tensor | None,
     scale: float, softcap: float | None, sink_logits: Tensor | None,
 ) -> AttentionStats:  # fmt: skip
-    """Dense over the chunk's rows and keys. q [B,R,H,K], k [B,S,G,K], mask [B,R,S], sets [B,S,sets]."""
+    """Dense over the chunk's rows and keys. q [B,R,H,K], k [B,S,G,K], mask [B,R,1 or H,S], sets [B,S,sets]."""
     B, R, H, K = q.shape
     G = k.shape[2]
-    scores = torch.einsum("brgnk,bsgk->brgns", q.view(B, R, G, H // G, K), k).reshape(B, R, H, -1) * scale
+    scores = torch.einsum("brgnk,bsgk->brgns", q.view(B, R, G, H // G, K), k)
+    scores = scores.reshape(B, R, H, k.shape[1]) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask[:, :, None], -torch.inf)
+    scores = scores.masked_fill(~mask, -torch.inf)
     top, index = scores.max(-1)
     peak = top if sink_logits is None else torch.maximum(top, sink_logits.to(scores.dtype))
     peak = peak.clamp(min=torch.finfo(scores.dtype).min)  # a row that sees nothing
     shifted = scores - peak[..., None]
     weights = shifted.exp()
     total = weights.sum(-1)
-    centred = (weights * shifted.masked_fill(~mask[:, :, None], 0)).sum(-1)
+    centred = (weights * shifted.masked_fill(~mask, 0)).sum(-1)
     sink = torch.zeros_like(total)
     if sink_logits is not None:
         gap = sink_logits.to(scores.dtype) - peak
@@ -164,9 +192,9 @@ def _chunk(
     if sets is not None:
         mass = torch.einsum("brhs,bsn->brhn", weights, sets.to(weights.dtype)) / safe[..., None]
     return AttentionStats(
-        lse=peak + safe.log(),
+        lse=torch.where(total > 0, peak + safe.log(), -torch.inf),
         entropy=(safe.log() - centred / safe).clamp(min=0),
-        visible=mask.sum(-1)[..., None].expand(B, R, H).contiguous(),
+        visible=mask.sum(-1).expand(B, R, H).contiguous(),
         mass=mass,
         top1=index,
         top1_prob=(top - peak).exp() / safe,
@@ -178,19 +206,18 @@ def _chunk(
 def label_count(labels: Tensor) -> int:
     """Number of key sets that `labels` (bool, or bits of a uint8) speaks of."""
     if labels.dtype == torch.bool:
-        return 1
+        return 1 if labels.ndim < 3 else labels.shape[2]
     return max(1, int(labels.max()).bit_length()) if labels.numel() else 1
 
 
-def _label_sets(labels: Tensor | None, B: int, S: int) -> Tensor | None:
-    if labels is None:
-        return None
+def label_sets(labels: Tensor, B: int, S: int) -> Tensor:
+    """Labels of keys as bool [B,S,sets]; ValueError for another dtype or shape."""
     if labels.dtype not in (torch.bool, torch.uint8):
         raise ValueError(f"labels: dtype {labels.dtype}; expected bool, or uint8 with one bit per key set")
-    if labels.shape != (B, S):
+    if labels.shape[:2] != (B, S) or labels.ndim > (3 if labels.dtype == torch.bool else 2):
         raise ValueError(f"labels: shape {tuple(labels.shape)}; expected {(B, S)}, one per key")
     if labels.dtype == torch.bool:
-        return labels[..., None]
+        return labels if labels.ndim == 3 else labels[..., None]
     bits = torch.arange(label_count(labels), device=labels.device, dtype=torch.uint8)
     return (labels[..., None] >> bits) & 1 == 1
 

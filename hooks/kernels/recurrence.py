@@ -44,9 +44,9 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same, chunk by chunk: matrices within `chunk` tokens, a short loop over chunks.
 
-    Decays enter only as exp of differences that are <= 0, so nothing overflows however strong the decay.
-    With u_t = a_t^T S_{t-1}, the erasure is one more (key, value) pair (b_t, u_t); u solves a unit
-    lower-triangular system within the chunk.
+    Decays enter only as exp of sums over spans, each <= 0 and each summed by itself: nothing overflows, and weak
+    decays keep their precision beside strong ones (even -inf, a reset). With u_t = a_t^T S_{t-1}, the erasure is one
+    more (key, value) pair (b_t, u_t); u solves a unit lower-triangular system within the chunk.
     """
     B, T, H, K = q.shape
     V = v.shape[-1]
@@ -61,33 +61,33 @@ def recurrence(
         x = torch.nn.functional.pad(x.to(dtype), (0, 0, 0, 0, 0, pad))
         return x.view(B, -1, C, H, x.shape[-1]).permute(0, 3, 1, 2, 4)
 
-    q_, k_, v_ = fold(q), fold(k), fold(v)
-    decay = fold(log_decay).cumsum(-2)  # log of the decay from the chunk's start through t
-    before = decay - fold(log_decay)  # ... through t-1
-    q_decay = decay if read == "after" else before
-    to_end = (decay[..., -1:, :] - decay).exp()
-    q_diagonal = 0 if read == "after" else -1
+    q_, k_, v_, g = fold(q), fold(k), fold(v), fold(log_decay)
+    from_start = g.cumsum(-2).exp()  # [B,H,N,C,K or 1]: decay from the chunk's start through t
+    spans = _spans(g)  # ... of what token i wrote, through t
+    before, spans_before = _before(from_start, -2, 1.0), _before(spans, -3, 0.0)  # ... through t-1
+    q_from_start, q_spans = (from_start, spans) if read == "after" else (before, spans_before)
+    to_end = spans[..., -1, :, :]
 
-    q_state = q_ * q_decay.exp()
-    qk = _scores(q_, k_, q_decay, decay, q_diagonal)
+    q_state = q_ * q_from_start
+    qk = _scores(q_, k_, q_spans)
     k_end = k_ * to_end
     if a is None or b is None:
         within = qk @ v_
         write = k_end.transpose(-1, -2) @ v_
-        a_state = solved = qb = b_end = None
+        a_state = b_end = None
     else:
         a_, b_ = fold(a), fold(b)
-        erase = _scores(a_, b_, before, decay, -1)
+        erase = _scores(a_, b_, spans_before)
         eye = torch.eye(C, dtype=dtype, device=q.device)
-        right = torch.cat([a_ * before.exp(), _scores(a_, k_, before, decay, -1) @ v_], -1)
+        right = torch.cat([a_ * before, _scores(a_, k_, spans_before) @ v_], -1)
         right = torch.linalg.solve_triangular(eye - erase, right, upper=False, unitriangular=True)
         a_state, solved = right.split([K, V], -1)  # u = a_state @ S + solved
-        qb, b_end = _scores(q_, b_, q_decay, decay, q_diagonal), b_ * to_end
+        qb, b_end = _scores(q_, b_, q_spans), b_ * to_end
         within = qk @ v_ + qb @ solved
         write = k_end.transpose(-1, -2) @ v_ + b_end.transpose(-1, -2) @ solved
         q_state = q_state + qb @ a_state
 
-    keep = decay[..., -1, :].exp()[..., None]  # [B,H,N,K or 1,1]
+    keep = from_start[..., -1, :][..., None]  # [B,H,N,K or 1,1]
     states = []
     for n in range(q_.shape[2]):
         states.append(S)
@@ -99,15 +99,25 @@ def recurrence(
     return out.permute(0, 2, 3, 1, 4).reshape(B, T + pad, H, V)[:, :T].to(v.dtype), S
 
 
-def _scores(x: Tensor, y: Tensor, x_decay: Tensor, y_decay: Tensor, diagonal: int) -> Tensor:
-    """x_t . (exp(x_decay_t - y_decay_i) * y_i) for i <= t + diagonal, 0 elsewhere: [B,H,N,C,C]."""
-    C = x.shape[-2]
-    keep = torch.ones(C, C, dtype=torch.bool, device=x.device).tril(diagonal)
-    if x_decay.shape[-1] == 1:
-        gaps = (x_decay - y_decay.transpose(-1, -2)).masked_fill(~keep, -torch.inf)
-        return (x @ y.transpose(-1, -2)) * gaps.exp()
-    gaps = (x_decay[..., :, None, :] - y_decay[..., None, :, :]).masked_fill(~keep[..., None], -torch.inf)
-    return torch.einsum("...td,...id,...tid->...ti", x, y, gaps.exp())
+def _spans(g: Tensor) -> Tensor:
+    """exp(g_{i+1} + ... + g_t) for i <= t, 0 elsewhere: [..., C (t), C (i), D] from g [..., C, D]."""
+    gap = torch.arange(g.shape[-2], device=g.device)
+    gap = (gap[:, None] - gap)[..., None]  # t - i
+    sums = g[..., :, None, :].masked_fill(gap <= 0, 0).cumsum(-3)
+    return sums.masked_fill(gap < 0, -torch.inf).exp()
+
+
+def _before(x: Tensor, dim: int, first: float) -> Tensor:
+    """Entry t-1 in the place of entry t along `dim`."""
+    start = torch.full_like(x.narrow(dim, 0, 1), first)
+    return torch.cat([start, x.narrow(dim, 0, x.shape[dim] - 1)], dim)
+
+
+def _scores(x: Tensor, y: Tensor, spans: Tensor) -> Tensor:
+    """x_t . (spans_ti * y_i): [B,H,N,C,C]."""
+    if spans.shape[-1] == 1:
+        return (x @ y.transpose(-1, -2)) * spans[..., 0]
+    return torch.einsum("...td,...id,...tid->...ti", x, y, spans)
 
 
 def _outer(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -48,7 +48,13 @@ def windowed(
     B, T, H, K = q.shape
     per_block = B * H * K * (K + v.shape[-1])
     slab = max(1, BLOCK_ELEMENTS // per_block) * window
-    tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay, **({} if a is None or b is None else {"a": a, "b": b})}
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "log_decay": log_decay,
+        **({} if a is None or b is None else {"a": a, "b": b}),
+    }
     outputs = []
     for start in range(0, T, slab):
         lead = window if start else 0  # the block before the slab supplies its first block's suffix
@@ -115,7 +121,13 @@ def capped(
     Raises ValueError where cap < conv.
     """
     check_cap(cap, conv)
-    tensors = {"q": q, "k": k, "v": v, "log_decay": log_decay, **({} if a is None or b is None else {"a": a, "b": b})}
+    tensors = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "log_decay": log_decay,
+        **({} if a is None or b is None else {"a": a, "b": b}),
+    }
     head, _ = recurrence(**{name: x[:, :cap] for name, x in tensors.items()})
     if q.shape[1] <= cap:
         return head
@@ -128,7 +140,9 @@ def capped(
 def check_cap(cap: int, conv: int) -> None:
     """ValueError for a cap that is smaller than the convolution inside it."""
     if cap < conv:
-        raise ValueError(f"cap={cap}: smaller than the site's convolution width {conv}; expected cap >= {conv}")
+        raise ValueError(
+            f"cap={cap}: smaller than the site's convolution width {conv}; expected cap >= {conv}"
+        )
 
 
 @dataclasses.dataclass

@@ -36,7 +36,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(H * K, D, bias=False)
         self.q_norm = RMSNorm(K, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(K, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.hook_q, self.hook_k, self.hook_v, self.hook_z = HookPoint(), HookPoint(), HookPoint(), HookPoint()
+        self.hook_q, self.hook_k, self.hook_v, self.hook_z = (
+            HookPoint(),
+            HookPoint(),
+            HookPoint(),
+            HookPoint(),
+        )
         if self.site.rope:
             self.hook_rot_q, self.hook_rot_k = HookPoint(), HookPoint()
 

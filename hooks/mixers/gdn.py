@@ -53,7 +53,12 @@ class GatedDeltaNet(nn.Module):
         self.conv = ShortConv(2 * self.key_heads * K + H * V, o["conv"])
         self.out_norm = RMSNorm(V, config.norm_eps)
         self.o_proj = nn.Linear(H * V, D, bias=False)
-        self.hook_q, self.hook_k, self.hook_v, self.hook_z = HookPoint(), HookPoint(), HookPoint(), HookPoint()
+        self.hook_q, self.hook_k, self.hook_v, self.hook_z = (
+            HookPoint(),
+            HookPoint(),
+            HookPoint(),
+            HookPoint(),
+        )
         self.hook_beta, self.hook_log_decay, self.hook_state = HookPoint(), HookPoint(), HookPoint()
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
@@ -71,7 +76,8 @@ class GatedDeltaNet(nn.Module):
         q, k, v = mixed.split([self.key_heads * K, self.key_heads * K, H * V], -1)
         repeat = H // self.key_heads
         q, k = (
-            F.normalize(y.unflatten(-1, (self.key_heads, K)), dim=-1).repeat_interleave(repeat, 2) for y in (q, k)
+            F.normalize(y.unflatten(-1, (self.key_heads, K)), dim=-1).repeat_interleave(repeat, 2)
+            for y in (q, k)
         )
         q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v.unflatten(-1, (H, V)))
         beta = self.hook_beta(self.beta_scale * self.beta_proj(x).sigmoid())  # [B,T,H]
@@ -87,10 +93,12 @@ class GatedDeltaNet(nn.Module):
         tensors = {name: run.mute(run.compact(y)) for name, y in tensors.items()}
         out = run.restore(self._mix(tensors, projected, run, cache))
         z = self.out_norm(out) * F.silu(self.gate_proj(x).unflatten(-1, (H, V)))
-        z = self.hook_z(z if site.edit is None else site.edit(z))
+        z = self.hook_z(z if site.edit is None else site.edit(z, run.real))
         return self.o_proj(z.flatten(-2))
 
-    def _mix(self, tensors: dict[str, Tensor], projected: Tensor, run: Pass, cache: StateCache | None) -> Tensor:
+    def _mix(
+        self, tensors: dict[str, Tensor], projected: Tensor, run: Pass, cache: StateCache | None
+    ) -> Tensor:
         """The recurrence under the site's cap, on compacted tensors; leaves the site's cache up to date."""
         site = self.site
         state = ring = None
@@ -129,7 +137,14 @@ class GatedDeltaNet(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, std: float, out_std: float) -> None:
-        for linear in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.beta_proj, self.decay_proj):
+        for linear in (
+            self.q_proj,
+            self.k_proj,
+            self.v_proj,
+            self.gate_proj,
+            self.beta_proj,
+            self.decay_proj,
+        ):
             nn.init.normal_(linear.weight, std=std)
         nn.init.normal_(self.o_proj.weight, std=out_std)
         self.conv.init_weights()

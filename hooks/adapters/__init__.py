@@ -1,0 +1,1 @@
+"""Foreign checkpoints as instrumented models: one file per format."""

@@ -1,0 +1,260 @@
+"""Checkpoints: load(), the folder format of our own models, atomic writes, and reading single tensors.
+
+A checkpoint is a folder: config.json, model.safetensors and, where there is one, tokenizer.json. It is written under
+a temporary name and renamed, so what carries the final name is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .instrumented import Instrumented
+    from .model import HybridLM
+
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+OWN = "hybridscope"  # the "format" entry by which config.json says it is ours
+
+
+def load(source: Any, **options: Any) -> Instrumented:
+    """An instrumented model, ready to measure, whatever `source` is.
+
+    `source`: a hybridscope checkpoint folder; a transformers checkpoint folder or hub id; a transformers model
+    object; a HybridLM (returned as it is); or "smollm2", the packaged real model. Options go to the source's adapter
+    (`revision`, `dtype`, `device_map`, `trust_remote_code` for transformers; `dtype`, `device` for our own).
+
+    Raises FileNotFoundError where there is no checkpoint, ValueError for an unknown option, a truncated file, weights
+    that do not fit the config, or NaN weights, each naming the thing.
+    """
+    from .instrumented import Instrumented
+
+    if isinstance(source, Instrumented):
+        _no_options(options, "an instrumented model", ())
+        return source
+    if isinstance(source, Checkpoint):
+        source = source.path
+    if isinstance(source, str | os.PathLike):
+        if str(source) == "smollm2":
+            from .adapters import smollm2
+
+            return smollm2.load(**options)
+        folder = Path(source)
+        if _is_own(folder):
+            return _load_own(folder, **options)
+        if not folder.exists() and (folder.is_absolute() or str(source).startswith((".", "runs/"))):
+            raise FileNotFoundError(f"{folder}: no such checkpoint")
+    from .adapters import transformers
+
+    return transformers.load(source, **options)
+
+
+def _is_own(folder: Path) -> bool:
+    config = folder / CONFIG
+    if not config.is_file():
+        return False
+    return read_json(config).get("format") == OWN
+
+
+def _load_own(folder: Path, *, dtype: Any = None, device: Any = None, **unknown: Any) -> HybridLM:
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from .config import HybridConfig
+    from .model import HybridLM
+
+    _no_options(unknown, "a hybridscope checkpoint", ("dtype", "device"))
+    try:
+        model = HybridLM(HybridConfig.from_dict(read_json(folder / CONFIG)["model"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from None
+    file = folder / WEIGHTS
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: missing")
+    try:
+        weights = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from None
+    check_weights(weights, model.state_dict(), str(file))
+    model.load_state_dict(weights)
+    if (folder / TOKENIZER).is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        model.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER))
+    if dtype is not None:
+        model = model.to(dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
+    return model.to(device).eval() if device is not None else model.eval()
+
+
+def check_weights(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
+    """ValueError where names or shapes differ from the model's, or a weight is not finite; names the first."""
+    missing, extra = sorted(set(expected) - set(weights)), sorted(set(weights) - set(expected))
+    if missing or extra:
+        name, what = (missing[0], "lacks") if missing else (extra[0], "has an unknown")
+        raise ValueError(f"{where}: {what} tensor {name!r}; config and weights do not belong together")
+    for name, tensor in weights.items():
+        if tensor.shape != expected[name].shape:
+            raise ValueError(
+                f"{where}: {name} has shape {tuple(tensor.shape)}; the config asks for {tuple(expected[name].shape)}"
+            )
+    check_finite(weights.items(), where)
+
+
+def check_finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
+    """ValueError naming the first tensor that holds a NaN or an infinity."""
+    for name, tensor in tensors:
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{where}: {name} holds NaN or infinite values")
+
+
+def save(model: HybridLM, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+    """Write a checkpoint folder atomically, replacing an older one of the same name.
+
+    `extra` goes into config.json beside the model's config.
+    """
+    from safetensors.torch import save_file
+
+    check_finite(model.state_dict().items(), f"save to {folder}")
+    with atomic_folder(folder) as temporary:
+        write_json(temporary / CONFIG, {"format": OWN, "model": model.config.to_dict(), **(extra or {})})
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        if model.config.tie_embeddings:
+            state["unembed.weight"] = state["unembed.weight"].clone()
+        save_file(state, temporary / WEIGHTS)
+        if model.tokenizer is not None:
+            model.tokenizer.backend_tokenizer.save(str(temporary / TOKENIZER))
+
+
+@contextlib.contextmanager
+def atomic_folder(folder: str | Path) -> Iterator[Path]:
+    """A temporary folder beside `folder` that takes its name when the block ends well, and vanishes otherwise."""
+    final = Path(folder)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+    temporary.chmod(0o755)
+    try:
+        yield temporary
+        for file in temporary.iterdir():
+            _sync(file)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | Path) -> Iterator[Path]:
+    """The same for one file."""
+    final = Path(path)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=final.suffix, dir=final.parent)
+    os.close(handle)
+    temporary = Path(name)
+    temporary.chmod(0o644)
+    try:
+        yield temporary
+        _sync(temporary)
+        temporary.replace(final)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync(file: Path) -> None:
+    with open(file, "rb") as f:
+        os.fsync(f.fileno())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; ValueError names the file where it is not one."""
+    try:
+        data = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    return data
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON object, readable by people."""
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _no_options(options: Mapping[str, Any], what: str, known: tuple[str, ...]) -> None:
+    if options:
+        takes = f"it takes: {', '.join(known)}" if known else "it takes none"
+        raise ValueError(f"load: unknown option {next(iter(options))!r} for {what}; {takes}")
+
+
+class Checkpoint:
+    """One saved step of a ladder: `path`, `step`, and its weights, read as little as needed."""
+
+    def __init__(self, path: str | Path, step: int) -> None:
+        self.path = Path(path)
+        self.step = step
+
+    def __repr__(self) -> str:
+        return f"Checkpoint(step={self.step}, path={str(self.path)!r})"
+
+    def load(self, **options: Any) -> Instrumented:
+        """The instrumented model; see `load`."""
+        return load(self.path, **options)
+
+    def files(self) -> list[Path]:
+        """The safetensors files; FileNotFoundError where there are none."""
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"{self.path}: no safetensors file")
+        return files
+
+    def names(self) -> dict[str, Path]:
+        """Tensor name to the file that holds it; ValueError where a file is truncated."""
+        from safetensors import SafetensorError, safe_open
+
+        names: dict[str, Path] = {}
+        for file in self.files():
+            try:
+                with safe_open(file, framework="pt") as f:
+                    names.update(dict.fromkeys(f.keys(), file))
+            except SafetensorError as error:
+                raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from None
+        return names
+
+    def tensor(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """One tensor, or only some of its leading rows, without reading the rest."""
+        from safetensors import safe_open
+
+        file = self.names().get(name)
+        if file is None:
+            raise ValueError(f"{self.path}: no tensor {name!r}")
+        with safe_open(file, framework="pt") as f:
+            return f.get_slice(name)[rows]
+
+    def weight_hash(self, sample: bool = False) -> str:
+        """SHA-256 of the weight files; `sample=True` reads only 64 stretches of 4 KiB of each (and the length)."""
+        digest = hashlib.sha256()
+        for file in self.files():
+            size = file.stat().st_size
+            with open(file, "rb") as f:
+                if sample and size > 2**19:
+                    digest.update(size.to_bytes(8, "little"))
+                    for n in range(64):
+                        f.seek(n * (size - 4096) // 63)
+                        digest.update(f.read(4096))
+                else:
+                    while block := f.read(2**20):
+                        digest.update(block)
+        return digest.hexdigest()

@@ -1,0 +1,197 @@
+"""What is drawn is what the table says, for every kind in it."""
+
+import figure_tables as tables
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.colors import to_rgba
+
+from hybridscope import figures
+from hybridscope.figures.style import KINDS
+
+
+def lines(axes):
+    return {line.get_label(): line for line in axes.get_lines()}
+
+
+def colors(figure):
+    """Every colour of a line, patch or outline in the figure."""
+    artists = [artist for axes in figure.axes for artist in [*axes.get_lines(), *axes.patches]]
+    found = {tuple(to_rgba(a.get_color())) for a in artists if hasattr(a, "get_color")}
+    patches = [a for a in artists if hasattr(a, "get_facecolor")]
+    return found | {tuple(a.get_facecolor()) for a in patches} | {tuple(a.get_edgecolor()) for a in patches}
+
+
+def test_probe_curve_draws_the_accuracies_along_depth():
+    table = tables.probe()
+    axes = figures.probe_curve(table).axes[0]
+    real = table.query("control == 'none'").pivot(index="layer", columns="where", values="accuracy")
+    probe = lines(axes)["probe"]
+    np.testing.assert_allclose(probe.get_xdata(), np.arange(-0.5, 4, 0.5))
+    assert list(probe.get_ydata()[::2]) == [*real["pre"], real["post"].iloc[-1]]
+    assert list(probe.get_ydata()[1::2]) == list(real["mid"])
+    shuffled = table.query("control == 'shuffled' and where == 'mid'")["accuracy"]
+    assert list(lines(axes)["shuffled"].get_ydata()[1::2]) == list(shuffled)
+
+
+def test_probe_curve_shows_each_mixers_gain_in_its_kinds_colour():
+    table = tables.probe()
+    bars = figures.probe_curve(table).axes[1].patches
+    gains = {
+        round(bar.get_x() + bar.get_width() / 2): (bar.get_height(), bar.get_facecolor()) for bar in bars
+    }
+    for row in table.dropna(subset="gain").itertuples():
+        height, color = gains[row.layer]
+        assert height == pytest.approx(row.gain)
+        assert color == to_rgba(KINDS[row.kind].color)
+
+
+def test_probe_curve_gives_each_target_a_panel_and_needs_no_gain_column():
+    assert len(figures.probe_curve(tables.probe(targets=("value", "depth"))).axes) == 5
+    assert len(figures.probe_curve(tables.probe().drop(columns=["gain", "mixer"])).axes) == 2
+
+
+def test_cap_curves_draw_the_measured_caps_and_put_the_others_on_the_baseline():
+    table = tables.caps()
+    accuracy, perplexity = figures.cap_curves(table).axes
+    for axes, column in ((accuracy, "needle_accuracy"), (perplexity, "log_ppl")):
+        base = table[column].iloc[0]
+        for kind in ("full", "window", "recurrent"):
+            rows = table.query("layer == -1 and kind == @kind and sinks == 4")
+            bound, free = lines(axes)[f"_binds {kind}, 4 sinks"], lines(axes)[f"_free {kind}, 4 sinks"]
+            assert list(bound.get_ydata()) == list(rows[rows["binds"]][column])
+            assert list(free.get_xdata()) == list(rows[~rows["binds"]]["window"])
+            assert (free.get_ydata() == base).all()
+            assert free.get_markerfacecolor() == "white"
+
+
+def test_cap_curves_tell_sinks_by_line_style_and_drop_an_unmeasured_panel():
+    (axes,) = figures.cap_curves(tables.caps().assign(needle_accuracy=np.nan)).axes
+    assert "perplexity" in axes.get_ylabel()
+    drawn = lines(axes)
+    assert drawn["full, 0 sinks"].get_linestyle() != drawn["full, 4 sinks"].get_linestyle()
+    assert drawn["full, 0 sinks"].get_color() == drawn["full, 4 sinks"].get_color()
+
+
+def test_cap_heatmap_marks_what_cannot_bind_and_what_was_not_measured():
+    table = tables.caps(sinks=(0,))
+    table = table[~((table["layer"] == 3) & (table["window"] == 4))]
+    hatches = [patch.get_hatch() for patch in figures.cap_heatmap(table).axes[0].patches]
+    assert hatches.count("/////") == (~table.query("layer >= 0")["binds"]).sum()
+    assert hatches.count("....") == 1
+
+
+@pytest.mark.parametrize("value", ["delta_needle_accuracy", "delta_log_ppl"])
+def test_cap_heatmap_holds_the_table_and_darkens_with_harm(value):
+    table = tables.caps(sinks=(0,))
+    image = figures.cap_heatmap(table, value=value).axes[0].images[0]
+    rows = table.query("layer >= 0")
+    grid = rows.pivot(index="window", columns="layer", values=value).to_numpy()
+    np.testing.assert_allclose(np.ma.filled(image.get_array(), np.nan), grid)
+    harm = np.where(np.isnan(grid), 0, np.abs(grid))
+    assert image.cmap(image.norm(grid.flat[harm.argmax()]))[0] < 0.3
+    assert image.cmap(image.norm(0.0))[0] > 0.9
+
+
+def test_formation_follows_the_top_heads_by_final_mass_and_their_mean():
+    track, drift = tables.track(), tables.drift()
+    figure = figures.formation(track, drift, top=2)
+    mass = next(axes for axes in figure.axes if "mass" in axes.get_ylabel())
+    assert set(lines(mass)) == {"L3H3", "L3H2", "mean"}
+    best = track.query("layer == 3 and head == 3")
+    assert list(lines(mass)["L3H3"].get_ydata()) == list(best["mass"])
+    both = track.query("layer == 3 and head >= 2").groupby("step")["mass"].mean()
+    np.testing.assert_allclose(lines(mass)["mean"].get_ydata(), both)
+    distance = next(axes for axes in figure.axes if "drift" in axes.get_ylabel())
+    expected = drift.query("layer == 3 and head == 2")["qk_rel"]
+    assert list(lines(distance)["L3H2"].get_ydata()) == list(expected)
+
+
+def test_formation_takes_heads_by_name_and_shows_tokens_above_their_steps():
+    figure = figures.formation(tables.track(), heads=[(0, 1), (1, 0, 2)])
+    entropy = figure.axes[0]
+    assert set(lines(entropy)) == {"L0H1", "L1H2", "mean"}
+    upper = next(axes for axes in figure.axes if axes.get_xlabel() == "tokens")
+    ticks = {
+        label.get_text(): place
+        for label, place in zip(upper.get_xticklabels(), upper.get_xticks(), strict=True)
+    }
+    assert ticks["10M"] == pytest.approx(1e7 / 16384)
+
+
+def test_formation_on_a_log_axis_keeps_step_0():
+    steps = (0, 1, 2, 4, 8, 16, 32, 64)
+    axes = figures.formation(tables.track(steps=steps), log_steps=True).axes[0]
+    assert axes.get_xlim() == (0, 64)
+    assert axes.get_xscale() == "symlog"
+
+
+def test_influence_draws_one_line_per_model_and_lets_zeros_fall_to_the_bottom():
+    table = tables.influence()
+    panels = figures.influence(table).axes
+    assert len(panels) == 2
+    line = lines(panels[0])["full"]
+    rows = table.query("target == 'loss' and model == 'full'")
+    assert list(line.get_ydata()) == list(rows["influence"])
+    assert list(line.get_xdata()) == [0.5, *rows["distance"][1:]]
+    assert lines(panels[0])["_3:1 gdn becomes 0"].get_ydata()[-1] == panels[0].get_ylim()[0]
+
+
+def test_influence_without_a_series_column_draws_one_line_per_target():
+    table = tables.influence(models=("full",)).drop(columns="model")
+    (axes,) = figures.influence(table).axes
+    assert {"loss", "logit_sum"} <= set(lines(axes))
+
+
+def test_perplexity_steps_over_the_buckets():
+    table = tables.loss()
+    (axes,) = figures.perplexity(table).axes
+    line = lines(axes)["full 2048"]
+    rows = table.query("setting == 'full 2048'")
+    assert list(line.get_ydata()[::2]) == list(rows["loss"])
+    assert list(line.get_xdata()[1::2]) == list(rows["position_high"])
+    (axes,) = figures.perplexity(table.query("setting == 'uncapped'").drop(columns="setting")).axes
+    assert set(lines(axes)) == {"loss"}
+
+
+def test_heads_map_holds_the_scores_and_outlines_the_top_heads():
+    table = tables.scores()
+    axes = figures.heads_map(table, top=3).axes[0]
+    grid = table.pivot(index="head", columns="layer", values="score").to_numpy()
+    np.testing.assert_allclose(axes.images[0].get_array(), grid)
+    assert {text.get_text() for text in axes.texts} == {"L5H7", "L5H6", "L5H5"}
+    assert {patch.get_edgecolor() for patch in axes.patches} == {to_rgba(KINDS["full"].color)}
+
+
+def test_heads_map_gives_parallel_sites_a_column_each():
+    table = tables.scores(["full", "full"])
+    both = [table, table.assign(site=1, kind="recurrent", mixer="gdn", score=0.0)]
+    figure = figures.heads_map(pd.concat(both), top=1)
+    assert figure.axes[0].images[0].get_array().shape == (8, 4)
+    assert [t.get_text() for t in figure.axes[1].get_xticklabels()] == ["0.0", "0.1", "1.0", "1.1"]
+    assert figure.axes[0].texts[0].get_text() == "L1S0H7"
+
+
+@pytest.mark.parametrize(
+    ("draw", "kinds"),
+    [
+        (lambda: figures.probe_curve(tables.probe(tables.MIXED)), {"full", "window", "recurrent", "conv"}),
+        (lambda: figures.cap_curves(tables.caps()), {"full", "window", "recurrent"}),
+        (lambda: figures.cap_heatmap(tables.caps()), {"full", "window", "recurrent"}),
+        (lambda: figures.heads_map(tables.scores()), {"full", "window"}),
+        (lambda: figures.formation(tables.track(), heads=[(0, 0), (1, 0)]), {"full", "window"}),
+    ],
+    ids=["probe_curve", "cap_curves", "cap_heatmap", "heads_map", "formation"],
+)
+def test_every_kind_in_the_table_is_in_the_figure(draw, kinds):
+    shown = colors(draw())
+    assert all(to_rgba(KINDS[kind].color) in shown for kind in kinds)
+
+
+def test_figures_ignore_and_keep_the_callers_settings():
+    with matplotlib.rc_context({"font.size": 30, "axes.labelsize": 30}):
+        before = dict(matplotlib.rcParams)
+        axes = figures.perplexity(tables.loss()).axes[0]
+        assert axes.yaxis.label.get_fontsize() == 8
+        assert dict(matplotlib.rcParams) == before

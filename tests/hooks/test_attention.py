@@ -1,0 +1,210 @@
+"""attention(): the fused call under windows, sinks, limits and padding equals the dense fp64 reference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import Largest, assert_close
+from torch import Tensor
+
+from hybridscope.hooks.kernels import attention as kernel
+from hybridscope.hooks.kernels.attention import attention, attention_reference
+
+W = 7
+
+
+def qkv(
+    T: int = 19, S: int | None = None, *, B: int = 2, H: int = 4, G: int = 2, K: int = 6, V: int = 6,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:  # fmt: skip
+    S = T if S is None else S
+    shapes = {"q": (B, T, H, K), "k": (B, S, G, K), "v": (B, S, G, V)}
+    return {name: torch.randn(shape, dtype=dtype) for name, shape in shapes.items()}
+
+
+def test_the_reference_is_softmax_over_the_last_w_keys() -> None:
+    """By hand: one head, W = 2, so row 2 mixes values 1 and 2 by their two exponentials."""
+    q, k, v = (
+        torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1)
+        for values in ([0.3, -0.2, 0.9], [0.5, 1.5, -0.4], [1.0, 10.0, 100.0])
+    )
+    out = attention_reference(q=q, k=k, v=v, window=2).flatten()
+    first, second = math.exp(0.9 * 1.5), math.exp(0.9 * -0.4)
+    assert float(out[2]) == pytest.approx((10 * first + 100 * second) / (first + second), rel=1e-15)
+    assert out[0] == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (1, 1)])
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"window": 1}, {"window": W}, {"window": 2, "sinks": 3}, {"window": 3, "sinks": 2, "limit": 9}],
+)
+def test_equals_the_reference(dtype: torch.dtype, heads: tuple[int, int], limits: dict[str, int]) -> None:
+    x = qkv(H=heads[0], G=heads[1], dtype=dtype)
+    assert_close(attention(**x, **limits), attention_reference(**x, **limits))
+    assert_close(attention(**x, **limits, scale=0.7), attention_reference(**x, **limits, scale=0.7))
+
+
+@pytest.mark.parametrize("window", [None, 1, W, 300])
+def test_beyond_one_block_of_rows(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "ROWS", 8)
+    x = qkv(8 * 3 + 5)
+    for sinks in (0, 3):
+        assert_close(
+            attention(**x, window=window, sinks=sinks), attention_reference(**x, window=window, sinks=sinks)
+        )
+    positions = torch.arange(29)[None]
+    assert_close(
+        attention(**x, window=window, q_pos=positions, k_pos=positions),
+        attention_reference(**x, window=window),
+    )
+
+
+@pytest.mark.parametrize("window", [W - 1, W, W + 1])
+def test_the_window_counts_the_query(window: int) -> None:
+    """A change to the key W back changes nothing, bitwise; to the key W - 1 back, it does."""
+    x = qkv()
+    before = attention(**x, window=window)
+    for distance, same in ((window, True), (window - 1, False)):
+        y = {name: value.clone() for name, value in x.items()}
+        y["k"][:, 18 - distance] += 1
+        y["v"][:, 18 - distance] += 1
+        assert torch.equal(attention(**y, window=window)[:, 18], before[:, 18]) is same
+
+
+@pytest.mark.parametrize("window", [19, 20, 10**6])
+def test_a_window_that_cannot_bind_is_no_window(window: int) -> None:
+    x = qkv()
+    assert torch.equal(attention(**x, window=window), attention(**x))
+    assert torch.equal(attention(**x, window=window, sinks=3), attention(**x))
+    positions = torch.arange(19)[None]
+    where = {"q_pos": positions, "k_pos": positions}
+    assert torch.equal(attention(**x, window=window, **where), attention(**x, **where))
+    assert not torch.equal(attention(**x, window=18), attention(**x))
+
+
+@pytest.mark.parametrize("window", [None, 3, 30])
+def test_limit_bounds_everything(window: int | None) -> None:
+    """Neither a wider window nor a sink reaches past `limit`."""
+    x = qkv()
+    for sinks in (0, 3):
+        got = attention(**x, window=window, sinks=sinks, limit=5)
+        assert_close(got, attention_reference(**x, window=window, sinks=sinks, limit=5))
+    if window != 3:
+        assert torch.equal(attention(**x, window=window, limit=5), attention(**x, window=5))
+
+
+def test_sinks_are_the_first_positions() -> None:
+    x = qkv()
+    before = attention(**x, window=3, sinks=2)
+    for key, same in ((0, False), (1, False), (2, True), (15, True), (16, False)):
+        y = {**x, "v": x["v"].clone()}
+        y["v"][:, key] += 1
+        assert torch.equal(attention(**y, window=3, sinks=2)[:, 18], before[:, 18]) is same
+
+
+@pytest.mark.parametrize("limits", [{}, {"window": 4}, {"window": 4, "sinks": 2}])
+def test_padding_by_position(limits: dict[str, int]) -> None:
+    """Keys at negative positions do not exist; where real tokens stand among them does not matter."""
+    x = qkv(9)
+    at = [torch.tensor([0, 1, 4, 5, 6, 9, 10, 12, 13]), torch.tensor([5, 6, 7, 8, 9, 10, 11, 12, 13])]
+    wide = {name: torch.full((2, 14, *value.shape[2:]), 1e3).double() for name, value in x.items()}
+    q_pos, k_pos = torch.zeros(2, 14, dtype=torch.int64), torch.full((2, 14), -1)
+    for n in range(2):
+        q_pos[n, at[n]] = k_pos[n, at[n]] = torch.arange(9)
+        for name in wide:
+            wide[name][n, at[n]] = x[name][n]
+    out = attention(**wide, **limits, q_pos=q_pos, k_pos=k_pos)
+    for n in range(2):
+        assert_close(out[n, at[n]], attention(**x, **limits)[n])
+
+
+def test_few_queries_over_many_keys() -> None:
+    """Decoding: the last rows of a whole pass, with one position row for all samples or one each."""
+    x = qkv(12)
+    whole = attention(**x, window=5)
+    last = {**x, "q": x["q"][:, 9:]}
+    for rows in (1, 2):
+        where = {"q_pos": torch.arange(9, 12).expand(rows, -1), "k_pos": torch.arange(12).expand(rows, -1)}
+        assert_close(attention(**last, window=5, **where), whole[:, 9:])
+    mixed = {"q_pos": torch.arange(9, 12)[None], "k_pos": torch.arange(12).expand(2, -1)}
+    assert_close(attention(**last, window=5, **mixed), whole[:, 9:])
+
+
+def test_a_row_without_keys_reads_zeros_and_has_gradients() -> None:
+    x = {name: value.requires_grad_() for name, value in qkv(5).items()}
+    where = {"q_pos": torch.arange(5).expand(2, -1), "k_pos": torch.tensor([[0, 1, 2, 3, 4], [-1] * 5])}
+    out = attention(**x, **where)
+    assert (out[1] == 0).all()
+    assert (attention_reference(**x, **where)[1] == 0).all()
+    for gradient in torch.autograd.grad(out.sum(), list(x.values())):
+        assert torch.isfinite(gradient).all()
+        assert (gradient[1] == 0).all()
+
+
+@pytest.mark.parametrize("limits", [{}, {"window": 4}, {"window": 4, "sinks": 2}])
+def test_gradients(limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "ROWS", 5)
+    x = {name: value.requires_grad_() for name, value in qkv(13).items()}
+    weight = torch.randn(2, 13, 4, 6).double()
+    got, expected = (
+        torch.autograd.grad((f(**x, **limits) * weight).sum(), list(x.values()))
+        for f in (attention, attention_reference)
+    )
+    for g, e in zip(got, expected, strict=True):
+        assert_close(g, e, "gradient")
+
+
+@pytest.mark.parametrize("V", [6, 4, 9])
+@pytest.mark.parametrize("mode", ["plain", "window", "sinks", "positions", "gradient"])
+def test_no_tensor_grows_with_the_square_of_length(mode: str, V: int) -> None:
+    """Quadrupling T quadruples the largest tensor, no more (values narrower or wider than keys included)."""
+    largest = []
+    for T in (512, 2048):
+        x: dict[str, Any] = qkv(T, B=1, H=2, G=1, V=V, dtype=torch.float32)
+        if mode == "window":
+            x.update(window=64)
+        elif mode == "sinks":
+            x.update(window=64, sinks=4)
+        elif mode == "positions":
+            x.update(q_pos=torch.arange(T)[None], k_pos=torch.arange(T)[None], window=64)
+        elif mode == "gradient":
+            x = {name: value.requires_grad_() for name, value in x.items()}
+        with Largest() as seen:
+            out = attention(**x)
+            if mode == "gradient":
+                out.sum().backward()
+        largest.append(seen.elements)
+    assert largest[1] <= 4 * largest[0]
+    assert largest[1] < 2048 * 2048
+
+
+@pytest.mark.parametrize("V", [4, 9])
+def test_values_of_another_width(V: int) -> None:
+    x = qkv(V=V)
+    for limits in ({}, {"window": 4, "sinks": 1}):
+        assert_close(attention(**x, **limits), attention_reference(**x, **limits))
+
+
+def test_inputs_are_left_alone() -> None:
+    x = qkv()
+    kept = {name: value.clone() for name, value in x.items()}
+    positions = torch.arange(19)[None]
+    attention(**x, window=4, sinks=2)
+    attention(**x, window=4, sinks=2, q_pos=positions, k_pos=positions)
+    assert all(torch.equal(x[name], kept[name]) for name in x)
+    assert torch.equal(positions, torch.arange(19)[None])
+
+
+def test_positions_come_in_pairs() -> None:
+    x = qkv(5)
+    with pytest.raises(ValueError, match="both or neither"):
+        attention(**x, q_pos=torch.arange(5)[None])
+    with pytest.raises(ValueError, match="give q_pos and k_pos"):
+        attention(**{**x, "q": x["q"][:, 2:]})
+    with pytest.raises(ValueError, match="window=0"):
+        attention(**x, window=0)
