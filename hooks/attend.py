@@ -1,7 +1,7 @@
 """Softmax attention at a site, with its switches: every attention layer of every source goes through here.
 
-Off, a switch costs one attribute test. On, caps become a window of the same fused call, knocked-out rows are split
-off and redone, statistics are computed beside the fused call. Nothing falls back to eager attention.
+Off, a switch costs one attribute test. On, caps become a window of the same fused call, knocked-out rows are
+split off and redone, statistics are computed beside the fused call. Nothing falls back to eager attention.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def attend(
     site: Site, q: Tensor, k: Tensor, v: Tensor, *, view: View | None = None, scale: float | None = None,
     softcap: float | None = None, sink_logits: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Per-head outputs z [B,T,H,V] of q [B,T,H,K] over k [B,S,G,K], v [B,S,G,V], under the site's switches."""
+    """Outputs z [B,T,H,V] of heads q [B,T,H,K] over k [B,S,G,K], v [B,S,G,V], under the site's switches."""
     where: dict[str, Any] = {} if view is None else view.where
     score: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
     z = attention(q=q, k=k, v=v, **score, **site.span, **where)
@@ -32,7 +32,7 @@ def attend(
 
 
 def edges(site: Site, rows: Tensor, view: View | None, batch: int, keys: int) -> Tensor | None:
-    """Edges that the site's knockouts hide from the query columns `rows` [1 or B,R]: [B,R,1 or H,S]; None: none."""
+    """Edges that knockouts hide from the query columns `rows` [1 or B,R]: [B,R,1 or H,S]; None: none."""
     device = rows.device
     k_col = torch.arange(keys, device=device)[None] if view is None else view.k_col
     hidden = None
@@ -55,9 +55,7 @@ def edges(site: Site, rows: Tensor, view: View | None, batch: int, keys: int) ->
     return hidden
 
 
-def _knock_out(
-    site: Site, z: Tensor, q: Tensor, k: Tensor, v: Tensor, view: View | None, **score: Any
-) -> Tensor:
+def _knock_out(site: Site, z: Tensor, q: Tensor, k: Tensor, v: Tensor, view: View | None, **score: Any) -> Tensor:
     """Redo the rows that a knockout names, ROWS at a time, without the edges it hides."""
     T = q.shape[1]
     columns = torch.arange(T, device=q.device)
@@ -82,10 +80,10 @@ def _dense(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float | None, softcap: float | None,
     sink_logits: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Softmax of a few rows q [B,R,H,K] over the keys that `seen` [B,R,1 or H,S] leaves; without any, zeros."""
+    """Softmax of a few rows q [B,R,H,K] over the keys in `seen` [B,R,1 or H,S]; zeros without any."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     keys, values = (x.repeat_interleave(q.shape[2] // k.shape[2], 2).to(dtype) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     scores = torch.einsum("brhk,bshk->brhs", q.to(dtype), keys) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

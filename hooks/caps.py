@@ -41,9 +41,7 @@ def check_site_cap(site: Site, limit: int | None) -> None:
     if limit is None:
         return
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise ValueError(
-            f"cap of {site.name}: {limit!r}; expected a whole number >= 1 (the query counts) or None"
-        )
+        raise ValueError(f"cap of {site.name}: {limit!r}; expected a whole number >= 1 (the query counts) or None")
     refuse_opaque(site, "cap")
     try:
         check_cap(limit, site.conv)
@@ -54,9 +52,7 @@ def check_site_cap(site: Site, limit: int | None) -> None:
 def refuse_opaque(site: Site, what: str) -> None:
     """ValueError for a mixer whose inside the loader does not reach."""
     if site.opaque:
-        raise ValueError(
-            f"{what}: {site.name} is {site.kind} ({site.mixer}), which is not yet supported here"
-        )
+        raise ValueError(f"{what}: {site.name} is {site.kind} ({site.mixer}), which is not yet supported here")
 
 
 def _named_sites(
@@ -77,9 +73,7 @@ def _named_sites(
 
 
 @contextlib.contextmanager
-def ablate(
-    model: Any, heads: Sequence[tuple[int, ...]], how: str, reference: Tensor | None
-) -> Iterator[None]:
+def ablate(model: Any, heads: Sequence[tuple[int, ...]], how: str, reference: Tensor | None) -> Iterator[None]:
     """See `Instrumented.ablate`."""
     if how not in ("zero", "mean"):
         raise ValueError(f'how={how!r}: expected "zero" or "mean"')
@@ -102,7 +96,7 @@ def ablate(
 
 
 def _replacement(values: Mapping[int, Tensor | float | None], outer: Edit | None) -> Edit:
-    """An edit of head outputs z [B,T,H,V]: each head in `values` becomes its value, or (None) its mean here."""
+    """An edit of head outputs z [B,T,H,V]: a head in `values` becomes its value, or (None) its mean here."""
 
     def edit(z: Tensor, real: Tensor | None) -> Tensor:
         z = z.clone() if outer is None else outer(z, real).clone()

@@ -47,7 +47,7 @@ def parse_mixer(text: str) -> tuple[str, int | None]:
 
 
 def ratio(mixer: str, n: int | None, full: str = "full") -> tuple[str, ...]:
-    """The pattern of an N:1 hybrid: `n` efficient layers, then one full layer; `n=None` is pure (no full layer).
+    """The pattern of an N:1 hybrid: `n` efficient layers, then one full layer; `n=None` is pure (none).
 
     >>> ratio("gdn", 3)
     ('gdn', 'gdn', 'gdn', 'full')
@@ -74,12 +74,12 @@ class HybridConfig:
     """
 
     pattern: Sequence[str]
-    """Mixers: `full` (softmax attention with RoPE), `nope` (without), `swa:W` (W keys, self included), `gdn`."""
+    """Mixers: `full` (softmax attention with RoPE), `nope` (without), `swa:W` (W keys, with self), `gdn`."""
     n_layers: int
     d_model: int
     """Residual width D."""
     n_heads: int
-    """Query heads H of the attention mixers, and heads of the recurrent ones unless `mixers` says otherwise."""
+    """Query heads H of the attention mixers; heads of the recurrent ones unless `mixers` says otherwise."""
     vocab_size: int
     _: dataclasses.KW_ONLY
     n_kv_heads: int | None = None
@@ -93,6 +93,8 @@ class HybridConfig:
     """RMS norm on every query and key head before RoPE."""
     tie_embeddings: bool = False
     norm_eps: float = 1e-6
+    init_std: float = 0.02
+    """Spread of fresh weights; those that write to the residual stream get init_std / sqrt(2 n_layers)."""
     context: int | None = None
     """Longest input the model takes, in tokens. None: no limit."""
     mixers: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -110,9 +112,7 @@ class HybridConfig:
             raise ValueError(f"n_kv_heads={self.n_kv_heads} must divide n_heads={self.n_heads}")
         if self.head_dim is None:
             if self.d_model % self.n_heads:
-                raise ValueError(
-                    f"d_model={self.d_model} is not a multiple of n_heads={self.n_heads}; give head_dim"
-                )
+                raise ValueError(f"d_model={self.d_model} is not a multiple of n_heads={self.n_heads}; give head_dim")
             self.head_dim = self.d_model // self.n_heads
         if self.head_dim % 2 and any(parse_mixer(m)[0] in ("full", "swa") for m in self.layers):
             raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs of dimensions")
@@ -122,9 +122,7 @@ class HybridConfig:
     def _check_mixer_options(self) -> None:
         for mixer, options in self.mixers.items():
             if mixer not in MIXER_OPTIONS:
-                raise ValueError(
-                    f"mixers: unknown mixer {mixer!r}; known: {', '.join(sorted(MIXER_OPTIONS))}"
-                )
+                raise ValueError(f"mixers: unknown mixer {mixer!r}; known: {', '.join(sorted(MIXER_OPTIONS))}")
             unknown = sorted(set(options) - set(MIXER_OPTIONS[mixer]))
             if unknown:
                 known = ", ".join(MIXER_OPTIONS[mixer]) or "none"

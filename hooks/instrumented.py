@@ -19,7 +19,7 @@ LOSS_ELEMENTS = 2**26  # logits that a loss without gradients holds at once
 
 
 class Instrumented:
-    """Mixin over an nn.Module that sets `sites` and `tokenizer` and implements the five methods at the end."""
+    """Mixin over an nn.Module that sets `sites` and `tokenizer` and implements the methods at the end."""
 
     sites: Sites
     tokenizer: Any
@@ -29,11 +29,11 @@ class Instrumented:
         self, layers: Mapping[Any, int | None] | None = None, *, sinks: int = 0, **kinds: int | None
     ) -> AbstractContextManager[None]:
         """Limit how far back sites see, in tokens, the query counted: by kind (`full=2048`, `recurrent=512`,
-        `window=64`) or by layer or (layer, site) (`{3: 128}`). None lifts an outer cap. `sinks=n` leaves the first
-        n keys visible to full and window sites, where they were visible without the cap.
+        `window=64`) or by layer or (layer, site) (`{3: 128}`). None lifts an outer cap. `sinks=n` leaves the
+        first n keys visible to full and window sites, where they were visible without the cap.
 
-        Raises ValueError for a kind or layer the model does not have, a cap < 1 or smaller than a convolution, or
-        sinks on a recurrent site.
+        Raises ValueError for a kind or layer the model does not have, a cap < 1 or smaller than a
+        convolution, or sinks on a recurrent site.
 
         >>> with model.cap(full=2048, sinks=4): logits = model(tokens)
         """
@@ -44,8 +44,9 @@ class Instrumented:
     def record(
         self, *, resid: Any = None, stats: bool | Sequence[int] | Tensor | Stats = False
     ) -> AbstractContextManager[Record]:
-        """Record residual-stream vectors at token columns `resid` ("last", a list, or [B,P]) and attention statistics
-        of query rows `stats` (True: all; a list; or hs.Stats). See `record.Record` for what comes back.
+        """Record residual-stream vectors at token columns `resid` ("last", a list, or [B,P]) and attention
+        statistics of query rows `stats` (True: all; a list; or hs.Stats). See `record.Record` for what comes
+        back.
 
         >>> with model.record(resid="last", stats=[-1]) as rec: model(tokens)
         """
@@ -59,8 +60,9 @@ class Instrumented:
         how: Literal["zero", "mean"] = "zero",
         reference: Tensor | None = None,
     ) -> AbstractContextManager[None]:
-        """Replace the outputs of heads (layer, head) or (layer, site, head), before the output projection, by zero or
-        by their mean over `reference` tokens [B,T] (over the running call's own real tokens where none are given).
+        """Replace the outputs of heads (layer, head) or (layer, site, head), before the output projection, by
+        zero or by their mean over `reference` tokens [B,T] (over the running call's own real tokens where
+        none are given).
 
         Raises ValueError for a head the model does not have.
         """
@@ -78,8 +80,8 @@ class Instrumented:
     ) -> AbstractContextManager[None]:
         """Forbid query rows to attend to keys; the softmax renormalises over what is left.
 
-        `rows`: columns, a list or [B,R]. `keys`: columns, a list, or a bool mask [T] or [B,T]. On the softmax sites
-        of `layers` (None: all), or only on `heads`. A row that loses every key reads zeros.
+        `rows`: columns, a list or [B,R]. `keys`: columns, a list, or a bool mask [T] or [B,T]. On the softmax
+        sites of `layers` (None: all), or only on `heads`. A row that loses every key reads zeros.
         """
         from .caps import knockout
 
@@ -105,7 +107,7 @@ class Instrumented:
         """Next-token cross entropy in nats: the mean, or per token [B,T-1].
 
         Under a mask every real token is predicted from the real token before it; the per-token loss is 0 at
-        padding and at a row's first token. Without gradients the logits are made a stretch of positions at a time.
+        padding and at a row's first token. Without gradients logits are made a stretch of tokens at a time.
         """
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise ValueError(f"tokens: shape {tuple(tokens.shape)}; a loss needs [B,T] with T >= 2")
@@ -126,9 +128,7 @@ class Instrumented:
             logits = self.unembed_hidden(hidden[:, start : start + step])
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             target = tokens[:, start + 1 : start + 1 + logits.shape[1]]
-            parts.append(
-                F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
-            )
+            parts.append(F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape))
         losses = torch.cat(parts, 1)
         if counted is None:
             return losses if per_token else losses.mean()
@@ -136,13 +136,13 @@ class Instrumented:
 
     @torch.no_grad()
     def generate(
-        self, tokens: Tensor, max_new_tokens: int, attention_mask: Tensor | None = None, temperature: float = 0.0,
-        generator: torch.Generator | None = None, eos_token_id: int | None = None,
+        self, tokens: Tensor, max_new_tokens: int, attention_mask: Tensor | None = None,
+        temperature: float = 0.0, generator: torch.Generator | None = None, eos_token_id: int | None = None,
     ) -> Tensor:  # fmt: skip
-        """Continue [B,T] token ids by up to `max_new_tokens`; greedy at temperature 0. Returns [B,T+n], caps respected.
+        """Continue [B,T] token ids by up to `max_new_tokens`, greedily at temperature 0: [B,T+n], under caps.
 
-        Padding in `attention_mask` may stand anywhere. Rows that have met `eos_token_id` repeat it; decoding stops
-        when all have.
+        Padding in `attention_mask` may stand anywhere. Rows that have met `eos_token_id` repeat it; decoding
+        stops when all have.
         """
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens}: expected >= 0")

@@ -20,7 +20,9 @@ class Ladder:
     `problems` says which steps are missing or cannot be read, and why; `run` is run.json's content ({} without it).
     """
 
-    def __init__(self, path: Path, checkpoints: list[Checkpoint], problems: dict[int, str], run: dict[str, Any]) -> None:
+    def __init__(
+        self, path: Path, checkpoints: list[Checkpoint], problems: dict[int, str], run: dict[str, Any]
+    ) -> None:
         self.path = path
         self.checkpoints = checkpoints
         self.problems = problems

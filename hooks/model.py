@@ -1,4 +1,4 @@
-"""HybridLM: a decoder whose layers mix full attention, windows and recurrences as the config's pattern says."""
+"""HybridLM: a decoder whose layers mix full attention, windows and recurrences as its pattern says."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class Block(nn.Module):
 class HybridLM(Instrumented, HookedRootModule):
     """A hybrid language model with TransformerLens hook points and run-time switches.
 
-    `model(tokens)` maps [B,T] token ids to logits [B,T,vocab]. `attention_mask` [B,T] (1: real) may pad anywhere;
-    logits at padding mean nothing. `cache` continues an earlier call. Raises ValueError for ids outside the
-    vocabulary or more tokens than `config.context`.
+    `model(tokens)` maps [B,T] token ids to logits [B,T,vocab]. `attention_mask` [B,T] (1: real) may pad
+    anywhere; logits at padding mean nothing. `cache` continues an earlier call. Raises ValueError for ids
+    outside the vocabulary or more tokens than `config.context`.
 
     >>> model = HybridLM(HybridConfig(("swa:64", "full"), 4, 128, 4, 1000))
     >>> with model.cap(full=32): logits = model(tokens)
@@ -87,24 +87,21 @@ class HybridLM(Instrumented, HookedRootModule):
         self.init_weights()
         self.setup()  # names the hook points
 
-    def forward(
-        self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         return self.unembed_hidden(self.hidden(tokens, attention_mask, cache))
 
-    def hidden(
-        self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None
-    ) -> Tensor:
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Residual stream after the final norm, [B,T,D]."""
         real = self._check(tokens, attention_mask)
-        run = Pass(real, cache, *tokens.shape, tokens.device)
+        B, T = tokens.shape
+        run = Pass(real, cache, B, T, tokens.device)
         for rec in self.recorders:
             rec.start(real, 0 if cache is None else cache.columns)
         x = self.hook_embed(self.embed(tokens))
         for block in self.layers:
             x = block(x, run, self.recorders)
         if cache is not None:
-            cache.columns += tokens.shape[1]
+            cache.columns += T
         return self.ln_final(x)
 
     def _check(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor | None:
@@ -113,9 +110,7 @@ class HybridLM(Instrumented, HookedRootModule):
                 refuse_switches()
             return None
         if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(
-                f"tokens: {tokens.dtype} of shape {tuple(tokens.shape)}; expected integer ids [B,T]"
-            )
+            raise ValueError(f"tokens: {tokens.dtype} of shape {tuple(tokens.shape)}; expected integer ids [B,T]")
         self.check_length(tokens.shape[1])
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             low, high = int(tokens.min()), int(tokens.max())
@@ -123,9 +118,7 @@ class HybridLM(Instrumented, HookedRootModule):
         if attention_mask is None:
             return None
         if attention_mask.shape != tokens.shape:
-            raise ValueError(
-                f"attention_mask: shape {tuple(attention_mask.shape)}; expected {tuple(tokens.shape)}"
-            )
+            raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {tuple(tokens.shape)}")
         real = attention_mask.bool()
         return None if bool(real.all()) else real
 
@@ -133,7 +126,7 @@ class HybridLM(Instrumented, HookedRootModule):
         return self.unembed(hidden)
 
     def hooks(self, *args: Any, **kwargs: Any) -> Any:
-        """TransformerLens' context manager; RuntimeError on a compiled model, where hooks would never fire."""
+        """TransformerLens' context manager; RuntimeError on a compiled model, where hooks never fire."""
         refuse_compiled(self)
         return super().hooks(*args, **kwargs)
 
@@ -161,8 +154,8 @@ class HybridLM(Instrumented, HookedRootModule):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Normal(0, 0.02); what is added to the residual stream is scaled down by sqrt(2 L) (GPT-2's scheme)."""
-        std = 0.02
+        """Normal(0, init_std); what is added to the residual stream is scaled down by sqrt(2 L) (GPT-2)."""
+        std = self.config.init_std
         out_std = std / (2 * self.config.n_layers) ** 0.5
         nn.init.normal_(self.embed.weight, std=std)
         if not self.config.tie_embeddings:

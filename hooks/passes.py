@@ -29,7 +29,7 @@ class Cache:
 
 @dataclasses.dataclass
 class KVCache:
-    """Keys [B,S,G,K] and values [B,S,G,V] with their positions and columns [1 or B,S]; padding has position -1.
+    """Keys [B,S,G,K] and values [B,S,G,V], their positions (padding: -1) and columns [1 or B,S].
 
     A window site keeps the keys that its native window can still reach; caps mask, they drop nothing.
     """
@@ -71,8 +71,8 @@ class StateCache:
 class View:
     """Where a call's queries and keys stand: positions and columns, each [1 or B, T or S].
 
-    With segments (packed documents, attention chunks) a query sees only keys of its own segment. `real` [B,T] marks
-    the queries that are not padding (None: all are).
+    With segments (packed documents, attention chunks) a query sees only keys of its own segment. `real` [B,T]
+    marks the queries that are not padding (None: all are).
     """
 
     q_pos: Tensor
@@ -90,11 +90,9 @@ class View:
 
 
 class Pass:
-    """What the mixers of one forward pass share. `real` [B,T] marks tokens that are not padding (None: all are)."""
+    """What the mixers of one pass share. `real` [B,T] marks tokens that are not padding (None: all are)."""
 
-    def __init__(
-        self, real: Tensor | None, cache: Cache | None, batch: int, length: int, device: torch.device
-    ):
+    def __init__(self, real: Tensor | None, cache: Cache | None, batch: int, length: int, device: torch.device):
         self.real = real
         self.cache = cache
         self.length = length
@@ -108,9 +106,7 @@ class Pass:
             self.count = real.sum(1)
             self.order = (~real).int().argsort(dim=1, stable=True)  # real tokens first, in order
 
-    def attend_to(
-        self, site: Site, k: Tensor, v: Tensor, position: Tensor
-    ) -> tuple[Tensor, Tensor, View | None]:
+    def attend_to(self, site: Site, k: Tensor, v: Tensor, position: Tensor) -> tuple[Tensor, Tensor, View | None]:
         """Keys and values with those of the cache before them, and the view; None where it is just 0..T-1."""
         if self.cache is None and self.real is None:
             return k, v, None

@@ -1,7 +1,8 @@
 """record(): residual-stream vectors at chosen positions and attention statistics of chosen rows.
 
-What is recorded is detached. Only what was asked for is kept: a position is picked out of the residual stream as it
-passes, and statistics are computed per row beside the fused attention call, never from a stored T x T pattern.
+What is recorded is detached. Only what was asked for is kept: a position is picked out of the residual stream
+as it passes, and statistics are computed per row beside the fused attention call, never from a stored T x T
+pattern.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ Where = Literal["pre", "mid", "post", "delta"]
 class Stats:
     """What to record of softmax attention.
 
-    `rows`: query columns, a list or [B,R]; negative ones count from the call's end; None: all. `labels` [B,T]: key
-    sets, bool or the bits of a uint8, by key column.
+    `rows`: query columns, a list or [B,R]; negative ones count from the call's end; None: all. `labels`
+    [B,T]: key sets, bool or the bits of a uint8, by key column.
     """
 
     rows: Sequence[int] | Tensor | None = None
@@ -56,10 +57,10 @@ class Record:
     # Read-out
 
     def resid(self, layer: int, where: Where = "post") -> Tensor:
-        """Residual stream [N,P,D] at the positions asked for: batches concatenated, cached calls continued along P.
+        """Residual stream [N,P,D] at the positions asked for: batches concatenated, cached calls along P.
 
-        `pre`: before the mixer; `mid`: after it; `post`: after the MLP (the last layer's before the final norm);
-        `delta`: mid - pre, what the mixer adds.
+        `pre`: before the mixer; `mid`: after it; `post`: after the MLP (in the last layer, before the final
+        norm); `delta`: mid - pre, what the mixer adds.
         """
         if where == "delta":
             return self.resid(layer, "mid") - self.resid(layer, "pre")
@@ -70,20 +71,16 @@ class Record:
         if layer not in self._layers:
             raise ValueError(f"layer {layer} does not exist; this model has layers 0..{self._layers[-1]}")
         if (layer, where) not in self._resid and (layer, "pre") in self._resid:
-            raise ValueError(
-                f"resid: no {where!r} point is known in layer {layer} of this model; pre and post are"
-            )
+            raise ValueError(f"resid: no {where!r} point is known in layer {layer} of this model; pre and post are")
         if (layer, where) not in self._resid:
             raise ValueError("resid: no forward pass ran inside the record() block")
         batches = [torch.cat(b, 1) for b in _batches(self._resid[layer, where])]
         if len({b.shape[1] for b in batches}) > 1:
-            raise ValueError(
-                "resid: passes of this block recorded different numbers of positions; record them apart"
-            )
+            raise ValueError("resid: passes of this block recorded different numbers of positions; record them apart")
         return torch.cat(batches)
 
     def stats(self, layer: int, site: int = 0) -> AttentionStats:
-        """Statistics [N,R,H] of one softmax site: batches concatenated, cached calls continued along the rows."""
+        """Statistics [N,R,H] of one softmax site: batches concatenated, cached calls along the rows."""
         return self._read(layer, site)[1]
 
     def rows(self, layer: int, site: int = 0) -> Tensor:
@@ -110,9 +107,7 @@ class Record:
                     data[name] = value.flatten().cpu()
             frames.append(pd.DataFrame(data))
         if not frames:
-            raise ValueError(
-                "table: no attention statistics were recorded; ask for them with record(stats=...)"
-            )
+            raise ValueError("table: no attention statistics were recorded; ask for them with record(stats=...)")
         return pd.concat(frames, ignore_index=True)
 
     def _read(self, layer: int, index: int) -> tuple[Tensor, AttentionStats]:
@@ -123,17 +118,10 @@ class Record:
             raise ValueError(f"{site.name} is {site.kind} ({site.mixer}): it has no softmax statistics")
         parts = self._stats.get((layer, index))
         if not parts:
-            raise ValueError(
-                "stats: nothing recorded; ask with record(stats=...) and run a forward pass inside"
-            )
-        joined = [
-            (torch.cat([r for r, _ in b], 1), AttentionStats.cat([s for _, s in b], 1))
-            for b in _batches(parts)
-        ]
+            raise ValueError("stats: nothing recorded; ask with record(stats=...) and run a forward pass inside")
+        joined = [(torch.cat([r for r, _ in b], 1), AttentionStats.cat([s for _, s in b], 1)) for b in _batches(parts)]
         if len({s.entropy.shape[1] for _, s in joined}) > 1:
-            raise ValueError(
-                "stats: passes of this block recorded different numbers of rows; record them apart"
-            )
+            raise ValueError("stats: passes of this block recorded different numbers of rows; record them apart")
         if len(joined) == 1:
             return joined[0]
         rows = torch.cat([r.expand(s.entropy.shape[0], -1) for r, s in joined])
@@ -144,9 +132,7 @@ class Record:
     def start(self, real: Tensor | None, first: int = 0) -> None:
         """A forward pass begins at column `first`; `real` [B,T] marks its tokens that are not padding."""
         self._first = first
-        self._last = (
-            None if real is None else (torch.arange(real.shape[1], device=real.device) * real).amax(1)
-        )
+        self._last = None if real is None else (torch.arange(real.shape[1], device=real.device) * real).amax(1)
 
     def keep(self, layer: int, where: str, x: Tensor) -> None:
         """Pick the wanted columns out of a residual stream x [B,T,D]."""
@@ -182,9 +168,7 @@ class Record:
         if site.knockout:  # hidden edges take rows x keys: a few rows at a time
             stats = AttentionStats.cat(
                 [
-                    attention_stats(
-                        q, k, rows=r, blocked=_hidden(site, r + first, view, B, k.shape[1]), **options
-                    )
+                    attention_stats(q, k, rows=r, blocked=_hidden(site, r + first, view, B, k.shape[1]), **options)
                     for r in local.split(ROWS, 1)
                 ],
                 1,
@@ -244,15 +228,13 @@ def _batches(parts: list[tuple[_Item, bool]]) -> list[list[_Item]]:
 def _local(what: str, columns: Any, B: int, T: int, first: int, device: torch.device) -> Tensor | None:
     """Columns [P] or [B,P] as indices [1 or B,P] into a call of T tokens that starts at column `first`.
 
-    Negative ones count from the call's end. A call that continues a context takes those of its own tokens; None
-    where it has none.
+    Negative ones count from the call's end. A call that continues a context takes those of its own tokens;
+    None where it has none.
     """
     p = torch.as_tensor(columns, device=device, dtype=torch.int64)
     p = p[None] if p.ndim == 1 else p
     if p.ndim != 2 or p.shape[0] not in (1, B):
-        raise ValueError(
-            f"{what} of shape {tuple(p.shape)}; expected one list, or one for each of {B} samples"
-        )
+        raise ValueError(f"{what} of shape {tuple(p.shape)}; expected one list, or one for each of {B} samples")
     p = torch.where(p < 0, p + T, p - first)
     inside = (p >= 0) & (p < T)
     if first == 0:
@@ -273,7 +255,7 @@ def _hidden(site: Site, rows: Tensor, view: View | None, batch: int, keys: int) 
 
 
 def _spread(labels: Tensor, view: View | None, batch: int, keys: int) -> Tensor:
-    """Key sets by column [1 or B,T,sets] as key sets by key index [B,S,sets]; columns beyond them are in none."""
+    """Key sets by column [1 or B,T,sets] as key sets by key index [B,S,sets]; further columns are in none."""
     if labels.shape[0] not in (1, batch) or (view is None and labels.shape[1] != keys):
         raise ValueError(f"labels: shape {tuple(labels.shape[:2])}; expected [{batch},{keys}]")
     labels = labels.expand(batch, -1, -1)

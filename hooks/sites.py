@@ -20,12 +20,13 @@ import torch
 class Site:
     """One mixer in one layer.
 
-    Static: `layer` and `name` (module path), `kind` (full, window, recurrent, conv), `mixer`, query `heads` H,
-    `kv_heads` G, `key_dim` K, `value_dim` V, native `window` W in tokens with the query counted (None: unbounded),
-    `rope`, `conv` (width of its short convolution; 1: none), `index` within the layer, `opaque` (a foreign mixer
-    whose inside is not reached: it takes neither cap nor ablation).
-    Run time: `cap` (reach limit in tokens), `sinks` (first keys kept visible), `knockout` (hidden edges), `edit`
-    (changes head outputs z [B,T,H,V], told which tokens [B,T] are real), `tap` (sees queries and keys).
+    Static: `layer` and `name` (module path), `kind` (full, window, recurrent, conv), `mixer`, query heads
+    `heads` (H), `kv_heads` (G), `key_dim` (K), `value_dim` (V), native `window` (None: none),
+    `rope`, `conv` (width of its short convolution; 1: none), `index` within the layer, `opaque` (a foreign
+    mixer whose inside is not reached: it takes neither cap nor ablation).
+
+    Run time: `cap` (reach limit in tokens), `sinks` (first keys kept visible), `knockout` (hidden edges),
+    `edit` (changes outputs z [B,T,H,V], told which tokens [B,T] are real), `tap` (sees queries and keys).
     """
 
     layer: int
@@ -73,8 +74,8 @@ class Site:
         return min(bounds) if bounds else None
 
     @property
-    def span(self) -> dict[str, int | None]:
-        """What a softmax site sees, as its kernels take it: window and cap in one, sinks within the native window."""
+    def span(self) -> dict[str, Any]:
+        """What a softmax site sees, for kernels: window and cap in one, sinks within the native window."""
         bounds = [b for b in (self.window, self.cap) if b is not None]
         window = min(bounds) if bounds else None
         sinks = self.sinks if self.cap is not None else 0
@@ -103,9 +104,7 @@ class Sites(list[Site]):
             *[tuple("-" if (v := getattr(s, c)) is None else str(v) for c in columns) for s in self],
         ]
         widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-        return "\n".join(
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
     def select(self, layer: int, index: int | None = None) -> list[Site]:
         """The sites of one layer (or the one with `index`); ValueError names what is not there."""
@@ -113,9 +112,7 @@ class Sites(list[Site]):
         if not found:
             layers = sorted({s.layer for s in self})
             what = f"layer {layer}" if layer not in layers or index is None else f"layer {layer} site {index}"
-            raise ValueError(
-                f"{what} does not exist; this model has sites in layers {layers[0]}..{layers[-1]}"
-            )
+            raise ValueError(f"{what} does not exist; this model has sites in layers {layers[0]}..{layers[-1]}")
         return found
 
     def head(self, head: tuple[int, ...]) -> tuple[Site, int]:
@@ -143,9 +140,7 @@ def switched(model: Any, changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
     me = threading.get_ident()
     owner, depth = _owners.get(model, (me, 0))
     if owner != me:
-        raise RuntimeError(
-            "another thread is inside cap/record/ablate/knockout on this model; use a copy of it"
-        )
+        raise RuntimeError("another thread is inside cap/record/ablate/knockout on this model; use a copy of it")
     refuse_compiled(model)
     before = [(target, name, getattr(target, name)) for target, name, _ in changes]
     _owners[model] = (me, depth + 1)
@@ -174,6 +169,4 @@ def refuse_switches() -> None:
         from torch import _dynamo  # costs a second, and is there when compiling
 
         _dynamo.graph_break()  # leave the graph, so that the error is raised and not traced
-    raise RuntimeError(
-        "cap, record, ablate, knockout and hooks need the uncompiled module: torch.compile freezes them"
-    )
+    raise RuntimeError("cap, record, ablate, knockout and hooks need the uncompiled module: torch.compile freezes them")

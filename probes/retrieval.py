@@ -136,7 +136,14 @@ def emitted(model: Any, needles: Needles, batch: int = 16) -> Needles:
 
 
 def causal_check(
-    model: Any, needles: Needles, heads: pd.DataFrame, *, k: int = 10, draws: int = 5, seed: int = 0, batch: int = 16
+    model: Any,
+    needles: Needles,
+    heads: pd.DataFrame,
+    *,
+    k: int = 10,
+    draws: int = 5,
+    seed: int = 0,
+    batch: int = 16,
 ) -> pd.DataFrame:
     """Needle accuracy without the top-k heads of a `retrieval_heads` table, against k random heads of the same layers.
 
@@ -157,9 +164,7 @@ def causal_check(
     return pd.DataFrame(rows, columns=["ablated", "draw", "k", "accuracy"])
 
 
-def random_heads(
-    model: Any, top: Sequence[tuple[int, ...]], rng: np.random.Generator
-) -> list[tuple[int, int, int]]:
+def random_heads(model: Any, top: Sequence[tuple[int, ...]], rng: np.random.Generator) -> list[tuple[int, int, int]]:
     """As many heads from each site as `top` has there, the others first."""
     out = []
     for layer, index in dict.fromkeys((h[0], h[1]) for h in top):

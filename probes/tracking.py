@@ -17,11 +17,17 @@ Heads = Sequence[tuple[int, ...]] | Literal["all"] | None
 
 
 def track(
-    ladder: Ladder, needles: Needles, heads: Heads = None, *, top: int = 4, last_rows: int = 4, batch: int = 16
+    ladder: Ladder,
+    needles: Needles,
+    heads: Heads = None,
+    *,
+    top: int = 4,
+    last_rows: int = 4,
+    batch: int = 16,
 ) -> pd.DataFrame:
-    """Follow heads through training. [step, tokens, layer, site, head, kind, entropy, entropy_norm, mass, copy, accuracy]
+    """Follow heads through training.
 
-    `heads`: (layer, head) or (layer, site, head) tuples; "all" full-attention heads; None: the `top` heads by needle
+    [step, tokens, layer, site, head, kind, entropy, entropy_norm, mass, copy, accuracy]. `heads`: (layer, head) or (layer, site, head) tuples; "all" full-attention heads; None: the `top` heads by needle
     mass at the final step, chosen on the first half of the prompts and measured on the second. `entropy` (nats, and
     normalised by log visible keys) is the mean over the last `last_rows` query rows; `mass` and `copy` are at the
     answer rows; all prompts count, answered or not, with the accuracy beside them (arXiv 2606.15378, sections on
@@ -61,7 +67,12 @@ def choose_heads(
 
 
 def track_step(
-    model: Any, needles: Needles, heads: Sequence[tuple[int, ...]] | Literal["all"], *, last_rows: int = 4, batch: int = 16
+    model: Any,
+    needles: Needles,
+    heads: Sequence[tuple[int, ...]] | Literal["all"],
+    *,
+    last_rows: int = 4,
+    batch: int = 16,
 ) -> pd.DataFrame:
     """One step of `track`, without the step columns."""
     if heads == "all":
@@ -88,4 +99,4 @@ def track_step(
         for site, head in chosen
     ]  # fmt: skip
     order = ["layer", "site", "head", "kind", "entropy", "entropy_norm", "mass", "copy", "accuracy"]
-    return pd.DataFrame(rows)[order]
+    return pd.DataFrame(rows, columns=order)

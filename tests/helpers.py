@@ -23,7 +23,8 @@ VOCAB = 41
 
 
 def error(got: Tensor, expected: Tensor) -> float:
-    """Largest difference relative to 1 + the largest magnitude expected; inf where shapes or finiteness differ."""
+    """Largest difference relative to 1 + the largest magnitude expected; inf where shapes or finiteness
+    differ."""
     got, expected = got.detach(), expected.detach()
     if got.shape != expected.shape or not torch.isfinite(got).all():
         return float("inf")

@@ -20,9 +20,7 @@ def test_import_loads_nothing_heavy() -> None:
 
 
 def test_config_needs_no_torch() -> None:
-    code = (
-        "import hybridscope as hs, sys; hs.HybridConfig(('full',), 1, 8, 2, 9); print('torch' in sys.modules)"
-    )
+    code = "import hybridscope as hs, sys; hs.HybridConfig(('full',), 1, 8, 2, 9); print('torch' in sys.modules)"
     assert run(code) == "False"
 
 

@@ -1,13 +1,15 @@
-"""The capture point in transformers models: an attention function and a mask function registered as "hybridscope".
+"""The capture point in transformers models: an attention function and a mask function registered as
+"hybridscope".
 
-The attention function gets q, k and v exactly as a kernel would, after norms and RoPE, and hands them to `attend` with
-the Site that the module carries. The mask function builds no mask: it hands over what the mask would say (padding,
-offsets, window, segments), once per forward pass and kind of mask.
+The attention function gets q, k and v exactly as a kernel would, after norms and RoPE, and hands them to
+`attend` with the Site that the module carries. The mask function builds no mask: it hands over what the mask
+would say (padding, offsets, window, segments), once per forward pass and kind of mask.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -32,14 +34,15 @@ _switching = threading.Lock()
 
 
 class Mask(BlockMask):
-    """What the mask of one forward pass says: which keys are padding, where queries and keys start, which window.
+    """What the mask of one forward pass says: which keys are padding, where queries and keys start, which
+    window.
 
-    Positions are columns counted from the row's first real token, so windows span columns as they do in transformers;
-    padding has key position -1. Segments come from asking the mask function about neighbours: a key that its next
-    token may not see starts one (a packed document, or a chunk).
+    Positions are columns counted from the row's first real token, so windows span columns as they do in
+    transformers; padding has key position -1. Segments come from asking the mask function about neighbours: a
+    key that its next token may not see starts one (a packed document, or a chunk).
 
-    A BlockMask in name only: that is the one object beside a 4-D tensor that transformers hands on as it is where it
-    makes masks ahead of the forward pass (generation with static caches).
+    A BlockMask in name only: that is the one object beside a 4-D tensor that transformers hands on as it is
+    where it makes masks ahead of the forward pass (generation with static caches).
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -88,7 +91,8 @@ class Mask(BlockMask):
             raise ValueError(f"attention got {keys} keys under a mask made for {view.k_pos.shape[1]}")
         if keys < view.k_pos.shape[1]:
             k_seg = None if view.k_seg is None else view.k_seg[:, :keys]
-            view = View(view.q_pos, view.k_pos[:, :keys], view.q_col, view.k_col[:, :keys], view.q_seg, k_seg)
+            part = {"k_pos": view.k_pos[:, :keys], "k_col": view.k_col[:, :keys], "k_seg": k_seg}
+            view = dataclasses.replace(view, **part)
         return view, keys
 
     def dense(self) -> Tensor | None:
@@ -105,7 +109,8 @@ class Mask(BlockMask):
         return start, start + self.spec["q_length"], offset, offset + self.spec["kv_length"]
 
     def _ask(self, ahead: int) -> Tensor:
-        """Whether a query at each column sees the key `ahead` columns later, [B,n-1], over all columns in play."""
+        """Whether a query at each column sees the key `ahead` columns later, [B,n-1], over all columns in
+        play."""
         start, stop, first, last = self._columns
         columns = torch.arange(min(start, first), max(stop, last), device=self.spec.get("device", "cpu"))
         earlier, later = columns[None, :-1], columns[None, 1:]
@@ -131,17 +136,19 @@ class Mask(BlockMask):
         q_col = torch.arange(start, stop, device=device)[None]
         k_col = torch.arange(first, last, device=device)[None]
         q_pos, k_pos = q_col, k_col
+        real = None
         if padding is not None:
             padding = padding.to(device=device, dtype=torch.bool)
             left = (padding.cumsum(1) == 0).sum(1, keepdim=True)
             padding = torch.nn.functional.pad(padding, (0, max(0, last - padding.shape[1])))
             q_pos = q_col - left
             k_pos = torch.where(padding[:, first:last], k_col - left, -1)
+            real = padding[:, start:stop]
         if segments is None:
-            return View(q_pos, k_pos, q_col, k_col)
+            return View(q_pos, k_pos, q_col, k_col, real=real)
         low = min(start, first)
         q_seg, k_seg = segments[:, start - low : stop - low], segments[:, first - low : last - low]
-        return View(q_pos, k_pos, q_col, k_col, q_seg, k_seg)
+        return View(q_pos, k_pos, q_col, k_col, q_seg, k_seg, real)
 
 
 def mask(**spec: Any) -> Mask:
@@ -151,8 +158,8 @@ def mask(**spec: Any) -> Mask:
 
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
-    scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None, **kwargs: Any,
+    scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None,
+    s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The attention function: q [B,H,T,K], k [B,G,S,K], v [B,G,S,V] to z [B,T,H,V] under the module's Site.
 
@@ -220,16 +227,15 @@ def listening(listener: Callable[..., None]) -> Iterator[None]:
 
 
 class Attachment:
-    """Turns our attention on in a transformers model, and off again: all of its configs name it, while `on()`.
+    """Turns our attention on in a transformers model, and off again: all of its configs name it, while
+    `on()`.
 
     One per model, whoever wraps it. Outside, the model runs the attention it came with.
     """
 
     def __init__(self, model: Any) -> None:
         configs = [model.config, model.config.get_text_config(decoder=True)]
-        configs += [
-            m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")
-        ]
+        configs += [m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")]
         self.configs = list({id(config): config for config in configs}.values())
         self.own = [config._attn_implementation for config in self.configs]
         self.depth = 0
@@ -243,8 +249,9 @@ class Attachment:
             model.__dict__["hybridscope_attachment"] = found
         return found
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+    def __reduce__(self) -> tuple[Any, ...]:
         """A copied model makes its own; one copied while ours is on keeps ours, which computes the same."""
+        return type(None), ()
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:

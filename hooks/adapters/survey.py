@@ -1,8 +1,8 @@
 """What a transformers model is made of, found by running three tokens through it and watching.
 
-Sites are the modules that call the attention interface, with the heads and windows that the call shows; RoPE is there
-if queries turn when positions shift while the residual stream does not. Recurrent mixers are recognised by the
-parameters they own. The point between mixer and MLP is where the running values say it is.
+Sites are the modules that call the attention interface, with the heads and windows that the call shows; RoPE
+is there if queries turn when positions shift and the layer's input does not. Recurrent mixers are recognised
+by the parameters they own. The point between mixer and MLP is where the running values say it is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ TOKENS, SHIFT = 3, 16  # length of the trial run; how far its second pass moves 
 
 @dataclasses.dataclass
 class Mid:
-    """Where the residual stream between mixer and MLP shows: at the `input` of module `path`, or as the layer's
-    input plus `scale` times its `output`."""
+    """Where the residual stream between mixer and MLP shows: at the `input` of module `path`, or as the
+    layer's input plus `scale` times its `output`."""
 
     path: str
     end: str
@@ -42,8 +42,8 @@ class Layer:
 
 @dataclasses.dataclass
 class Survey:
-    """Module paths of the backbone (embedding to final norm) and the layers, the sites, and what the backbone and
-    the head made of the trial tokens."""
+    """Module paths of the backbone (embedding to final norm) and the layers, the sites, and what the backbone
+    and the head made of the trial tokens."""
 
     backbone: str
     layers: list[Layer]
@@ -80,14 +80,15 @@ class _Call:
 
 
 def survey(model: Any) -> Survey:
-    """Find backbone, layers and sites; marks the modules that attend with their Site. ValueError where there is no
-    decoder to be found."""
+    """Find backbone, layers and sites; marks the modules that attend with their Site. ValueError where there
+    is no decoder to be found."""
     names = {id(module): name for name, module in model.named_modules()}
     stack = _layer_stack(model)
     backbone = _backbone(model, stack)
     layers = [Layer(names[id(module)]) for module in stack]
-    trial, moved = (_trial(model, backbone, stack, shift) for shift in (0, SHIFT))
+    trial = _trial(model, backbone, stack, shift=0)
     calls, events = trial.calls, trial.events
+    moved = _trial(model, backbone, stack, shift=SHIFT, streams=[_input(seen) for seen in events])
     attending = {id(call.module) for call in calls}
     sites: list[Site] = []
     for number, (layer, module) in enumerate(zip(layers, stack, strict=True)):
@@ -97,9 +98,8 @@ def survey(model: Any) -> Survey:
             name = names[id(call.module)]
             if not name.startswith(prefix) or any(site.name == name for site in found):
                 continue
-            still = _change(_input(events[number]), _input(moved.events[number]))
-            turned = _change(call.query, again.query)
-            known: dict[str, Any] = {"layer": number, "name": name, "rope": turned > max(0.02, 5 * still)}
+            turned = (again.query.double() - call.query.double()).norm() / call.query.double().norm()
+            known: dict[str, Any] = {"layer": number, "name": name, "rope": float(turned) > 0.02}
             source = call.window if call.mask is None else call.mask
             site = site_of(source, call.query, call.key, call.value, **known)
             found.append(_marked(call.module, site))
@@ -148,8 +148,16 @@ def _marked(module: nn.Module, site: Site) -> Site:
 
 
 @torch.no_grad()
-def _trial(model: Any, backbone: nn.Module, stack: nn.ModuleList, shift: int) -> _Trial:
-    """Attention calls, and the events inside each layer, its own last."""
+def _trial(
+    model: Any,
+    backbone: nn.Module,
+    stack: nn.ModuleList,
+    *,
+    shift: int,
+    streams: Sequence[Tensor | None] = (),
+) -> _Trial:
+    """Attention calls, and the events inside each layer, its own last. `streams` replace the layers'
+    inputs."""
     embedding = model.get_input_embeddings()
     device = embedding.weight.device
     if device.type == "meta":
@@ -168,18 +176,19 @@ def _trial(model: Any, backbone: nn.Module, stack: nn.ModuleList, shift: int) ->
 
     with _evaluating(model), _watching(stack, events), Attachment.of(model).on(), listening(heard):
         seen: list[Any] = []
-        handle = backbone.register_forward_hook(lambda _m, _args, out: seen.append(out))
+        handles = [backbone.register_forward_hook(lambda _m, _args, out: seen.append(out))]
+        for module, stream in zip(stack, streams, strict=False):
+            handles.append(module.register_forward_pre_hook(_replacing(stream), with_kwargs=True))
         try:
             logits = model(**inputs).logits
         except (AttributeError, TypeError) as error:
             if "Mask" not in str(error):
                 raise
             name = type(model).__name__
-            raise ValueError(
-                f"{name}: its attention bypasses transformers' AttentionInterface ({error})"
-            ) from error
+            raise ValueError(f"{name}: its attention bypasses transformers' AttentionInterface ({error})") from error
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
     return _Trial(calls, events, seen[0].last_hidden_state, logits)
 
 
@@ -240,12 +249,15 @@ def first_tensor(args: Any, kwargs: Any = None) -> Tensor | None:
     return None
 
 
-def _change(before: Tensor | None, after: Tensor | None) -> float:
-    """Relative change between two tensors."""
-    if before is None or after is None or before.shape != after.shape:
-        return 0.0
-    x, y = before.double(), after.double()
-    return float((y - x).norm() / x.norm().clamp(min=1e-30))
+def _replacing(stream: Tensor | None) -> Callable[..., Any]:
+    """A pre-hook that puts `stream` in the place of a layer's hidden states."""
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if stream is None:
+            return None
+        return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
+
+    return hook
 
 
 # The middle of a layer
@@ -254,9 +266,9 @@ def _change(before: Tensor | None, after: Tensor | None) -> float:
 def _middle(events: list[_Event], mixers: set[str]) -> Mid | None:
     """Find the residual stream after the mixer, from what the modules of one layer saw.
 
-    It is the first tensor X given to a module after the mixer that is the layer's input plus something the mixer
-    (or a norm behind it) made, or the layer's output minus something a later module made. Where there is none, the
-    mixer runs beside the MLP: then what the mixer side adds is told from the layer's output.
+    It is the first tensor X given to a module after the mixer that is the layer's input plus something the
+    mixer (or a norm behind it) made, or the layer's output minus something a later module made. Where there
+    is none, the mixer runs beside the MLP: then what the mixer side adds is told from the layer's output.
     """
     if not events or events[-1].path:
         return None
@@ -297,7 +309,8 @@ def _like(x: Tensor | None, stream: Tensor) -> Tensor | None:
 
 
 def _explains(total: Tensor, base: Tensor, parts: list[Any]) -> float:
-    """The first part's weight if total = base + weighted parts up to rounding, each weight far from 0; else 0."""
+    """The first part's weight if total = base + weighted parts up to rounding, each weight far from 0; else
+    0."""
     eps = torch.finfo(total.dtype).eps
     x, y = base.double().flatten().cpu(), total.double().flatten().cpu()
     A = torch.stack([p.double().flatten().cpu() for p in parts], 1)
@@ -318,14 +331,10 @@ def _recurrences(layer: nn.Module, path: str, attending: set[int]) -> list[tuple
         return []
     if not any(id(m) in attending for m in layer.modules()):
         convs = any(_depthwise(child) for child in layer.children())
-        if convs or any(
-            name in _state(layer, deep=False) for name in ("A_log", "slope_rate", "recurrent_param")
-        ):
+        if convs or any(name in _state(layer, deep=False) for name in ("A_log", "slope_rate", "recurrent_param")):
             return [(path, layer)]
     return [
-        found
-        for name, child in layer.named_children()
-        for found in _recurrences(child, f"{path}.{name}", attending)
+        found for name, child in layer.named_children() for found in _recurrences(child, f"{path}.{name}", attending)
     ]
 
 
@@ -354,9 +363,7 @@ def _recurrent_site(module: nn.Module, layer: int, name: str) -> Site:
     known: dict[str, Any] = {"layer": layer, "name": name, "mixer": mixer, "conv": width, "opaque": True}
     if mixer == "conv":
         channels = int(convs[0].in_channels) if isinstance(convs[0], nn.Conv1d) else 1
-        return Site(
-            kind="conv", heads=1, kv_heads=1, key_dim=channels, value_dim=channels, window=width, **known
-        )
+        return Site(kind="conv", heads=1, kv_heads=1, key_dim=channels, value_dim=channels, window=width, **known)
     return Site(
         kind="recurrent", heads=heads, kv_heads=size("num_k_heads", default=heads),
         key_dim=1 if mixer == "hawk" else size("head_k_dim", "ssm_state_size", "head_dim", default=1),

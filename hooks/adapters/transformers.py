@@ -1,13 +1,13 @@
 """transformers causal language models as instrumented models.
 
-The model's own code runs; only its attention goes through `hooks/attend.py` (see `interface.py`), and only while this
-library runs it or one of its switches is on: outside, a model object that the caller passed in is as it was.
+The model's own code runs; only its attention goes through `hooks/attend.py` (see `interface.py`), and only
+while this library runs it or one of its switches is on: outside, a model object that the caller passed in is
+as it was.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import os
 from collections.abc import Iterator, Sequence
@@ -41,10 +41,11 @@ class DecodeCache:
 class TransformersLM(Instrumented, nn.Module):
     """A transformers causal LM (`.model`) with sites, switches and recording.
 
-    `model(tokens)` maps [B,T] token ids to logits [B,T,vocab]. `attention_mask` [B,T] (1: real) marks padding, with
-    the model's own meaning: RoPE and windows count columns. `cache` (from `new_cache()`) continues an earlier call;
-    generation left-aligns padding first, so that columns inside it count from there. Several wrappers of one model
-    share its sites. Sites whose mixer is not reached yet are marked `opaque`: they take no cap and no ablation.
+    `model(tokens)` maps [B,T] token ids to logits [B,T,vocab]. `attention_mask` [B,T] (1: real) marks
+    padding, with the model's own meaning: RoPE and windows count columns. `cache` (from `new_cache()`)
+    continues an earlier call; generation left-aligns padding first, so that columns inside it count from
+    there. Several wrappers of one model share its sites. Sites whose mixer is not reached yet are marked
+    `opaque`: they take no cap and no ablation.
     """
 
     def __init__(self, model: Any, tokenizer: Any = None, context: int | None = None) -> None:
@@ -65,29 +66,23 @@ class TransformersLM(Instrumented, nn.Module):
         self._head_fits = torch.allclose(again.float(), found.logits.float(), rtol=1e-2, atol=1e-3)
         self._watched = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TransformersLM:
-        """A copied model starts with its switches off and nothing recording, whatever is active on the original."""
-        return type(self)(copy.deepcopy(self.model, memo), self.tokenizer, self.context)
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no hooks of its own yet."""
+        return {**super().__getstate__(), "_watched": False}
 
     # The interface
 
-    def forward(
-        self, tokens: Tensor, attention_mask: Tensor | None = None, cache: DecodeCache | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: DecodeCache | None = None) -> Tensor:
         return self._run(self.model, tokens, attention_mask, cache).logits
 
-    def hidden(
-        self, tokens: Tensor, attention_mask: Tensor | None = None, cache: DecodeCache | None = None
-    ) -> Tensor:
+    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: DecodeCache | None = None) -> Tensor:
         """Residual stream after the final norm, [B,T,D]."""
         return self._run(self.backbone, tokens, attention_mask, cache).last_hidden_state
 
     def unembed_hidden(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states, by the model's own head: its scales and soft caps included."""
         if not self._head_fits:
-            raise ValueError(
-                f"{type(self.model).__name__}: its head cannot be run on its own; call the model instead"
-            )
+            raise ValueError(f"{type(self.model).__name__}: its head cannot be run on its own; call the model instead")
         head: Any = _Replaced(self.model, self._backbone.split("."), hidden)
         placeholder = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         return type(self.model).forward(head, input_ids=placeholder, use_cache=False).logits
@@ -104,7 +99,8 @@ class TransformersLM(Instrumented, nn.Module):
         return self.model.get_submodule(self._backbone)
 
     def generate(
-        self, tokens: Tensor, max_new_tokens: int, attention_mask: Tensor | None = None, *args: Any, **options: Any
+        self, tokens: Tensor, max_new_tokens: int, attention_mask: Tensor | None = None, *args: Any,
+        **options: Any,
     ) -> Tensor:  # fmt: skip
         """See `Instrumented.generate`."""
         real = self._check(tokens, attention_mask)
@@ -148,9 +144,7 @@ class TransformersLM(Instrumented, nn.Module):
 
     # Forward passes
 
-    def _run(
-        self, module: Any, tokens: Tensor, attention_mask: Tensor | None, cache: DecodeCache | None
-    ) -> Any:
+    def _run(self, module: Any, tokens: Tensor, attention_mask: Tensor | None, cache: DecodeCache | None) -> Any:
         real = self._check(tokens, attention_mask)
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": cache is not None}
         if cache is not None:
@@ -168,9 +162,7 @@ class TransformersLM(Instrumented, nn.Module):
         if cache is not None:
             cache.past = getattr(out, self._cache_name, None)
             if cache.past is None:
-                raise ValueError(
-                    f"{type(self.model).__name__} returns no cache, so it cannot continue a call"
-                )
+                raise ValueError(f"{type(self.model).__name__} returns no cache, so it cannot continue a call")
             cache.seen += tokens.shape[1]
         return out
 
@@ -181,9 +173,7 @@ class TransformersLM(Instrumented, nn.Module):
 
     def _check(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor | None:
         if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(
-                f"tokens: {tokens.dtype} of shape {tuple(tokens.shape)}; expected integer ids [B,T]"
-            )
+            raise ValueError(f"tokens: {tokens.dtype} of shape {tuple(tokens.shape)}; expected integer ids [B,T]")
         self.check_length(tokens.shape[1])
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             low, high = int(tokens.min()), int(tokens.max())
@@ -206,9 +196,7 @@ class TransformersLM(Instrumented, nn.Module):
 
         def keep(number: int, where: str, x: Tensor | None) -> None:
             if x is None or x.ndim != 3:
-                raise ValueError(
-                    f"resid: layer {number} of {type(self.model).__name__} has no [B,T,D] stream"
-                )
+                raise ValueError(f"resid: layer {number} of {type(self.model).__name__} has no [B,T,D] stream")
             for rec in self.recorders:
                 rec.keep(number, where, x)
 
@@ -218,8 +206,10 @@ class TransformersLM(Instrumented, nn.Module):
                 real = None
             else:
                 real = mask[:, mask.shape[1] - tokens.shape[1] :].bool()
+            past = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+            first = 0 if past is None else int(past.get_seq_length())
             for rec in self.recorders:
-                rec.start(real)
+                rec.start(real, first)
 
         def watch(module: nn.Module, before: Any = None, after: Any = None) -> None:
             # A copy of the model made in here carries these hooks along: they stay silent on it.
@@ -232,9 +222,7 @@ class TransformersLM(Instrumented, nn.Module):
                 )
             if after is not None:
                 handles.append(
-                    module.register_forward_hook(
-                        lambda m, args, out: after(first_tensor(out)) if m is module else None
-                    )
+                    module.register_forward_hook(lambda m, args, out: after(first_tensor(out)) if m is module else None)
                 )
 
         def watch_layer(number: int, path: str, mid: Mid | None) -> None:
@@ -276,8 +264,8 @@ class TransformersLM(Instrumented, nn.Module):
 
 
 class _Replaced:
-    """Stands in for a model in a forward() of its: all is the model's, but the module at `path` has run already and
-    gives `hidden`."""
+    """Stands in for a model in a forward() of its: all is the model's, but the module at `path` has run
+    already and gives `hidden`."""
 
     def __init__(self, module: Any, path: list[str], hidden: Tensor) -> None:
         self._module, self._hidden = module, hidden
@@ -308,17 +296,19 @@ class _Output:
 
 
 def load(
-    source: Any, *, revision: str | None = None, dtype: torch.dtype | str | None = None, device_map: Any = None,
-    trust_remote_code: bool = False, context: int | None = None, **unknown: Any,
+    source: Any, *, revision: str | None = None, dtype: torch.dtype | str | None = None,
+    device_map: Any = None, trust_remote_code: bool = False, context: int | None = None, **unknown: Any,
 ) -> TransformersLM:  # fmt: skip
-    """A transformers model, instrumented: from a checkpoint folder (safetensors, or a GGUF file), a hub id, or an object.
+    """A transformers model, instrumented: from a checkpoint folder (safetensors, or a GGUF file), a hub id,
+    or an object.
 
-    `dtype` defaults to the checkpoint's; `context` to the config's longest position. A folder's tokenizer comes along
-    where there is one. The object form changes nothing about the model outside our own calls.
+    `dtype` defaults to the checkpoint's; `context` to the config's longest position. A folder's tokenizer
+    comes along where there is one. The object form changes nothing about the model outside our own calls.
 
-    Raises FileNotFoundError for what is not there, OSError when the hub cannot be reached, ValueError for an unknown
-    option, a model type that transformers does not know, remote code that was not asked for, weights that are
-    truncated, missing or do not fit the config, and NaN weights; each in one line that names the thing.
+    Raises FileNotFoundError for what is not there, OSError when the hub cannot be reached, ValueError for an
+    unknown option, a model type that transformers does not know, remote code that was not asked for, weights
+    that are truncated, missing or do not fit the config, and NaN weights; each in one line that names the
+    thing.
     """
     if unknown:
         known = "revision, dtype, device_map, trust_remote_code, context"
@@ -327,9 +317,7 @@ def load(
         source = source.model
     if isinstance(source, nn.Module):
         if revision or dtype is not None or device_map is not None or trust_remote_code:
-            raise ValueError(
-                "revision, dtype, device_map, trust_remote_code: only for models loaded from disk or hub"
-            )
+            raise ValueError("revision, dtype, device_map, trust_remote_code: only for models loaded from disk or hub")
         model, tokenizer, where = source, None, type(source).__name__
         if hasattr(model, "_orig_mod") or not hasattr(model, "get_input_embeddings"):
             raise ValueError(f"{where}: expected a transformers causal LM (uncompiled), a folder or a hub id")

@@ -1,10 +1,11 @@
 """Softmax attention under windows, caps and sinks, through SDPA, without a T x T mask.
 
 Shapes: q [B,T,H,K], k [B,S,G,K], v [B,S,G,V] with H a multiple of G. Key j is visible to query i iff
-0 <= pos(i) - pos(j) < window; the first `sinks` positions are exempt from the window, though not from `limit`,
-a hard bound of the same form. Positions count real tokens; a negative key position marks padding. Where
-positions are not given, queries and keys are the same tokens 0..T-1. Where segments are given, a query sees only
-keys of its own segment. `sink_logits` [H] join the denominator; `softcap` c bounds scores as c tanh(s/c).
+0 <= pos(i) - pos(j) < window; the first `sinks` positions are exempt from the window, though not from
+`limit`, a hard bound of the same form. Positions count real tokens; a negative key position marks padding.
+Where positions are not given, queries and keys are the same tokens 0..T-1. Where segments are given, a query
+sees only keys of its own segment. `sink_logits` [H] join the denominator; `softcap` c bounds scores s as
+c tanh(s/c).
 """
 
 from __future__ import annotations
@@ -30,9 +31,7 @@ def attention_reference(
     group = q.shape[2] // k.shape[2]
     keys = k.double().repeat_interleave(group, 2)
     values = v.double().repeat_interleave(group, 2)
-    scores = torch.einsum("bthk,bshk->bhts", q.double(), keys) * (
-        q.shape[-1] ** -0.5 if scale is None else scale
-    )
+    scores = torch.einsum("bthk,bshk->bhts", q.double(), keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     seen = visible(q_pos, k_pos, window=window, sinks=sinks, limit=limit, q_seg=q_seg, k_seg=k_seg)
@@ -53,8 +52,8 @@ def attention(
     """Causal attention [B,T,H,V] through SDPA; same arguments as `attention_reference`.
 
     Without a window (or with one that cannot bind) and without positions this is one fused causal call.
-    Otherwise blocks of ROWS query rows see the span of keys they can reach, under a small mask. Raises ValueError
-    for a window < 1, or positions that are missing where q and k are not the same tokens.
+    Otherwise blocks of ROWS query rows see the span of keys they can reach, under a small mask. Raises
+    ValueError for a window < 1, or positions that are missing where q and k are not the same tokens.
     """
     if window is not None and window < 1:
         raise ValueError(f"window={window}: expected >= 1 (the query itself counts) or None")
@@ -62,7 +61,7 @@ def attention(
         window = limit if window is None else min(window, limit)
     T = q.shape[1]
     score: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
-    if q_pos is None and k_pos is None and k.shape[1] == T:
+    if q_pos is None and k_pos is None and q_seg is None and k.shape[1] == T:
         if softcap is None and (window is None or window >= T):
             return _softmax(q, k, v, None, **score)
         span = T if window is None else window
@@ -88,8 +87,8 @@ def visible(
     q_pos: Tensor, k_pos: Tensor, *, window: int | None, sinks: int = 0, limit: int | None = None,
     q_seg: Tensor | None = None, k_seg: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Which keys each query sees: [B,T,S] bool from positions q_pos [B,T] and k_pos [B,S] (negative: padding), and
-    from segments of the same shapes."""
+    """Which keys each query sees: [B,T,S] bool from positions q_pos [B,T] and k_pos [B,S] (negative:
+    padding), and from segments of the same shapes."""
     distance = q_pos[:, :, None] - k_pos[:, None, :]
     seen = (distance >= 0) & (k_pos >= 0)[:, None, :]
     if window is not None:
@@ -102,7 +101,8 @@ def visible(
 
 
 def _banded(
-    q: Tensor, k: Tensor, v: Tensor, start: int, window: int, sinks: int, limit: int | None, score: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, start: int, window: int, sinks: int, limit: int | None,
+    score: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     """Rows start..start+ROWS under a window, over the keys that those rows can reach."""
     stop = min(start + ROWS, q.shape[1])
@@ -122,11 +122,11 @@ def _softmax(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None, softcap: float | None,
     sink_logits: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attention under `mask` [B,1,R,S] (None: causal). A learnable sink is one more key, of value zero, whose score
-    an extra channel of q carries, so that the fused call takes it; soft caps have no fused call here."""
+    """Attention under `mask` [B,1,R,S] (None: causal). A learnable sink is one more key, of value zero, whose
+    score an extra channel of q carries, so that the fused call takes it; soft caps have no fused call."""
     if softcap is None and sink_logits is None:
         return _sdpa(q, k, v, mask, scale)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
     if softcap is not None:
         assert mask is not None
         rows = max(1, SCORES // (q.shape[0] * q.shape[2] * k.shape[1]))
@@ -153,10 +153,10 @@ def _softcapped(
     scores = torch.einsum("brgnk,bsgk->bgnrs", grouped, k.to(wide)).flatten(1, 2) * scale
     scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~mask, -torch.inf)
     if sink_logits is not None:
-        sink = sink_logits.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1).nan_to_num(0.0)
+        spare = sink_logits.to(wide)[:, None, None].expand(*scores.shape[:-1], 1)
+    else:  # takes the weight of a row that sees nothing
+        spare = torch.zeros_like(scores[..., :1]).masked_fill(mask.any(-1, keepdim=True), -torch.inf)
+    weights = torch.cat([scores, spare], -1).softmax(-1)[..., :-1]
     weights = weights.to(v.dtype).unflatten(1, (k.shape[2], -1))
     return torch.einsum("bgnrs,bsgv->brgnv", weights, v).flatten(2, 3)
 

@@ -1,9 +1,9 @@
 """What each query row of a softmax head looks at, without a T x T matrix.
 
-Per row: log-sum-exp, entropy, number of visible keys, mass on labelled key sets, top-1 key and its probability,
-mean distance. Rows are handled in chunks of bounded size, over the keys that the window lets them reach.
-With m the row maximum, l = sum e^(s-m) and c = sum e^(s-m) (s-m), the entropy is log l - c/l: no difference of
-large numbers, and exactly 0 where one key is visible.
+Per row: log-sum-exp, entropy, number of visible keys, mass on labelled key sets, top-1 key and its
+probability, mean distance. Rows are handled in chunks of bounded size, over the keys that the window lets
+them reach. With m the row maximum, l = sum e^(s-m) and c = sum e^(s-m) (s-m), the entropy is log l - c/l: no
+difference of large numbers, and exactly 0 where one key is visible.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ CHUNK_ELEMENTS = 2**22  # scores held at once, over batch, heads, rows and keys
 class AttentionStats:
     """Statistics of R query rows, each [B,R,H] (`mass` [B,R,H,sets]); entropies and lse in nats.
 
-    `top1` is the key's index, `distance` the mean distance back in tokens, `sink_mass` the share of a learnable
-    sink logit (0 without one). Entropy and mass are over the real keys plus that sink.
+    `top1` is the key's index, `distance` the mean distance back in tokens, `sink_mass` the share of a
+    learnable sink logit (0 without one). Entropy and mass are over the real keys plus that sink.
     """
 
     lse: Tensor
@@ -51,9 +51,7 @@ class AttentionStats:
     @classmethod
     def cat(cls, parts: Sequence[AttentionStats], dim: int) -> AttentionStats:
         """Concatenate along batch (0) or rows (1)."""
-        return cls(
-            **{f.name: torch.cat([getattr(p, f.name) for p in parts], dim) for f in dataclasses.fields(cls)}
-        )
+        return cls(**{f.name: torch.cat([getattr(p, f.name) for p in parts], dim) for f in dataclasses.fields(cls)})
 
 
 @torch.no_grad()
@@ -77,14 +75,15 @@ def attention_stats(
     blocked: Bool[Tensor, "B R S"] | Bool[Tensor, "B R _ S"] | None = None,
     impl: Literal["auto", "torch", "reference"] = "auto",
 ) -> AttentionStats:
-    """Attention statistics of the query rows `rows` (indices into T, shared [R] or per sample [B,R]; None: all).
+    """Attention statistics of the query rows `rows` (indices into T, shared [R] or [B,R]; None: all).
 
     `window` counts the query; the first `sinks` keys stay visible under it (within `limit`, a hard bound);
-    `sink_logits` [H] join the denominator; `softcap` c bounds scores as c tanh(s/c). `labels` puts keys in sets: bool
-    [B,S] (one set), bool [B,S,sets], or uint8 [B,S], bit n for set n. `q_pos` [B,T], `k_pos` [B,S]: token positions
-    where queries and keys are not the same tokens 0..T-1 (negative key position: padding); `q_seg`, `k_seg`: only
-    keys of the query's own segment are visible. `blocked` hides single edges, [B,R,S] or per head [B,R,H,S]. Values
-    are detached; arithmetic is fp32, or fp64 for fp64 inputs. `impl="reference"` is dense and in fp64.
+    `sink_logits` [H] join the denominator; `softcap` c bounds scores as c tanh(s/c). `labels` puts keys in
+    sets: bool [B,S] (one set), bool [B,S,sets], or uint8 [B,S], bit n for set n. `q_pos` [B,T], `k_pos`
+    [B,S]: token positions where queries and keys are not the same tokens 0..T-1 (negative key position:
+    padding); `q_seg`, `k_seg`: only keys of the query's own segment are visible. `blocked` hides single
+    edges, [B,R,S] or per head [B,R,H,S]. Values are detached; arithmetic is fp32, or fp64 for fp64 inputs.
+    `impl="reference"` is dense and in fp64.
 
     Raises ValueError for a row outside T, a window < 1 or without `causal`, or labels of another shape.
 
@@ -166,7 +165,7 @@ def _chunk(
     q: Tensor, k: Tensor, mask: Tensor, q_pos: Tensor, k_pos: Tensor, sets: Tensor | None,
     scale: float, softcap: float | None, sink_logits: Tensor | None,
 ) -> AttentionStats:  # fmt: skip
-    """Dense over the chunk's rows and keys. q [B,R,H,K], k [B,S,G,K], mask [B,R,1 or H,S], sets [B,S,sets]."""
+    """Dense over the chunk: q [B,R,H,K], k [B,S,G,K], mask [B,R,1 or H,S], sets [B,S,sets]."""
     B, R, H, K = q.shape
     G = k.shape[2]
     scores = torch.einsum("brgnk,bsgk->brgns", q.view(B, R, G, H // G, K), k)

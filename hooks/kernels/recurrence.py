@@ -4,10 +4,10 @@
     o_t = S_t^T q_t   (read="after")   or   o_t = S_{t-1}^T q_t   (read="before")
 
 Shapes: q, k [B,T,H,K]; v [B,T,H,V]; log_decay [B,T,H,K] (per channel) or [B,T,H,1] (one scalar), all <= 0;
-a, b [B,T,H,K] or None (no erasure); state [B,H,K,V] or None (zero). Both return (o [B,T,H,V], state [B,H,K,V]).
-The delta rule with decay alpha and strength beta (arXiv 2412.06464) is a = k, b = -alpha beta k, and beta v for v.
-Computation is in fp32, or fp64 where the inputs are.
-"""  # fmt: skip
+a, b [B,T,H,K] or None (no erasure); state [B,H,K,V] or None (zero). Both return the outputs o
+[B,T,H,V] and the final state. The delta rule with decay alpha and strength beta (arXiv 2412.06464) is a = k,
+b = -alpha beta k, and beta v for v. Computation is in fp32, or fp64 where the inputs are.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same, chunk by chunk: matrices within `chunk` tokens, a short loop over chunks.
 
-    Decays enter only as exp of sums over spans, each <= 0 and each summed by itself: nothing overflows, and weak
-    decays keep their precision beside strong ones (even -inf, a reset). With u_t = a_t^T S_{t-1}, the erasure is one
-    more (key, value) pair (b_t, u_t); u solves a unit lower-triangular system within the chunk.
+    Decays enter only as exp of sums over spans, each <= 0 and each summed by itself: nothing overflows, and
+    weak decays keep their precision beside strong ones (even -inf, a reset). With u_t = a_t^T S_{t-1}, the
+    erasure is one more (key, value) pair (b_t, u_t); u solves a unit lower-triangular system in the chunk.
     """
     B, T, H, K = q.shape
     V = v.shape[-1]

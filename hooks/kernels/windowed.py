@@ -4,17 +4,18 @@ A window of w keeps, at token t, only the state written by tokens t-w+1..t:
 
     o_t = sum over i in (t-w, t] of (q_t . A_t ... A_{i+1} k_i) v_i
 
-Time is cut into blocks of w; a window is a suffix of one block and a prefix of the next. The prefix is the same
-recurrence restarted at every block. The suffix is undecayed linear attention between the query carried back to
-its block's start, A_first^T ... A_t^T q_t, and the previous block's keys carried forward to that block's end,
-A_last ... A_{i+1} k_i. Both transports are the recurrence itself, started from the identity; the key's runs
-backwards in time with the transposed transition (a and b swapped). Tokens outside the window never enter the
-arithmetic, so changing them changes nothing, bitwise.
+Time is cut into blocks of w; a window is a suffix of one block and a prefix of the next. The prefix is the
+same recurrence restarted at every block. The suffix is undecayed linear attention between the query carried
+back to its block's start, A_first^T ... A_t^T q_t, and the previous block's keys carried forward to that
+block's end, A_last ... A_{i+1} k_i. Both transports are the recurrence itself, started from the identity; the
+key's runs backwards in time with the transposed transition (a and b swapped). Tokens outside the window never
+enter the arithmetic, so changing them changes nothing, bitwise.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +33,8 @@ def windowed_reference(
     rows = []
     for t in range(q.shape[1]):
         span = slice(max(0, t - window + 1), t + 1)
-        erase = {} if a is None or b is None else {"a": a[:, span], "b": b[:, span]}
-        out, _ = recurrence_reference(
-            q=q[:, span], k=k[:, span], v=v[:, span], log_decay=log_decay[:, span], **erase
-        )
+        erase: dict[str, Any] = {} if a is None or b is None else {"a": a[:, span], "b": b[:, span]}
+        out, _ = recurrence_reference(q=q[:, span], k=k[:, span], v=v[:, span], log_decay=log_decay[:, span], **erase)
         rows.append(out[:, -1])
     return torch.stack(rows, 1)
 
@@ -48,7 +47,7 @@ def windowed(
     B, T, H, K = q.shape
     per_block = B * H * K * (K + v.shape[-1])
     slab = max(1, BLOCK_ELEMENTS // per_block) * window
-    tensors = {
+    tensors: dict[str, Any] = {
         "q": q,
         "k": k,
         "v": v,
@@ -63,7 +62,7 @@ def windowed(
     return torch.cat(outputs, 1)
 
 
-def _slab(tensors: dict[str, Tensor], window: int) -> Tensor:
+def _slab(tensors: dict[str, Any], window: int) -> Tensor:
     B, T, H, K = tensors["q"].shape
     V = tensors["v"].shape[-1]
     blocks = -(-T // window)
@@ -75,7 +74,7 @@ def _slab(tensors: dict[str, Tensor], window: int) -> Tensor:
     def unfold(x: Tensor) -> Tensor:  # -> [B,blocks,window,H,D]
         return x.view(B, blocks, window, H, x.shape[-1])
 
-    f = {name: fold(x) for name, x in tensors.items()}
+    f: dict[str, Any] = {name: fold(x) for name, x in tensors.items()}
     dtype = torch.promote_types(f["q"].dtype, torch.float32)
     eye = torch.eye(K, dtype=dtype, device=f["q"].device).expand(B * blocks, H, K, K)
     state = torch.cat([eye.new_zeros(B * blocks, H, K, V), eye], -1)
@@ -87,7 +86,8 @@ def _slab(tensors: dict[str, Tensor], window: int) -> Tensor:
 
     key = carried_keys(**{name: x for name, x in f.items() if name not in ("q", "v")})
     query, key, value = unfold(query)[:, 1:], unfold(key)[:, :-1], unfold(f["v"].to(dtype))[:, :-1]
-    # Key i of the previous block is inside the window iff its offset exceeds the query's: strictly causal in flipped time.
+    # Key i of the previous block is inside the window iff its offset exceeds the query's: strictly causal in
+    # flipped time.
     suffix, _ = recurrence(
         q=query.flatten(0, 1).flip(1), k=key.flatten(0, 1).flip(1), v=value.flatten(0, 1).flip(1),
         log_decay=query.new_zeros(B * (blocks - 1), window, H, 1), read="before",
@@ -103,7 +103,7 @@ def carried_keys(*, k: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Te
     dtype = torch.promote_types(k.dtype, torch.float32)
     B, _, H, K = k.shape
     none = torch.zeros_like(k, dtype=dtype)
-    erase = {} if a is None or b is None else {"a": b.flip(1), "b": a.flip(1)}
+    erase: dict[str, Any] = {} if a is None or b is None else {"a": b.flip(1), "b": a.flip(1)}
     out, _ = recurrence(
         q=k.to(dtype).flip(1), k=none, v=none, log_decay=log_decay.flip(1), **erase,
         state=torch.eye(K, dtype=dtype, device=k.device).expand(B, H, K, K), read="before",
@@ -115,13 +115,13 @@ def capped(
     *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None,
     cap: int, conv: int = 1,
 ) -> Tensor:  # fmt: skip
-    """The recurrence of a site whose *input* reach is `cap` tokens, its short convolution of width `conv` included.
+    """The recurrence of a site whose *input* reach is `cap` tokens, a convolution of width `conv` included.
 
     Rows t < cap cannot see further anyway and are uncapped; rows t >= cap use the last cap - conv + 1 states.
     Raises ValueError where cap < conv.
     """
     check_cap(cap, conv)
-    tensors = {
+    tensors: dict[str, Any] = {
         "q": q,
         "k": k,
         "v": v,
@@ -140,9 +140,7 @@ def capped(
 def check_cap(cap: int, conv: int) -> None:
     """ValueError for a cap that is smaller than the convolution inside it."""
     if cap < conv:
-        raise ValueError(
-            f"cap={cap}: smaller than the site's convolution width {conv}; expected cap >= {conv}"
-        )
+        raise ValueError(f"cap={cap}: smaller than the site's convolution width {conv}; expected cap >= {conv}")
 
 
 @dataclasses.dataclass

@@ -2,13 +2,14 @@
 
     S_t = alpha_t (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T,   o_t = S_t^T q_t / sqrt(K)
 
-In the reference recurrence: log_decay = log alpha (one scalar a head), a = k, b = -alpha beta k, value beta v.
+In the reference recurrence: log_decay = log alpha (one scalar a head), a = k, b = -alpha beta k, v -> beta v.
 State: H K V numbers a sequence, whatever its length, and c-1 inputs of the convolution.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,8 @@ from .layers import RMSNorm, ShortConv
 
 
 class GatedDeltaNet(nn.Module):
-    """x [B,T,D] -> [B,T,D]. Options: heads, value_heads (a multiple), key_dim, value_dim (2 key_dim), conv (4),
-    negative_eigenvalues (beta in [0, 2], arXiv 2411.12537)."""
+    """x [B,T,D] -> [B,T,D]. Options: heads, value_heads (a multiple), key_dim, value_dim (2 key_dim), conv
+    (4), negative_eigenvalues (beta in [0, 2], arXiv 2411.12537)."""
 
     def __init__(self, config: HybridConfig, layer: int) -> None:
         super().__init__()
@@ -34,6 +35,7 @@ class GatedDeltaNet(nn.Module):
         self.key_heads = o["heads"] or config.n_heads
         H = o["value_heads"] or self.key_heads
         K = o["key_dim"] or config.head_dim
+        assert K is not None
         V = o["value_dim"] or 2 * K
         if H % self.key_heads:
             raise ValueError(f"mixers: gdn value_heads={H} must be a multiple of heads={self.key_heads}")
@@ -75,10 +77,7 @@ class GatedDeltaNet(nn.Module):
         mixed = run.restore(self.conv(projected, None if cache is None else cache.conv))
         q, k, v = mixed.split([self.key_heads * K, self.key_heads * K, H * V], -1)
         repeat = H // self.key_heads
-        q, k = (
-            F.normalize(y.unflatten(-1, (self.key_heads, K)), dim=-1).repeat_interleave(repeat, 2)
-            for y in (q, k)
-        )
+        q, k = (F.normalize(y.unflatten(-1, (self.key_heads, K)), dim=-1).repeat_interleave(repeat, 2) for y in (q, k))
         q, k, v = self.hook_q(q), self.hook_k(k), self.hook_v(v.unflatten(-1, (H, V)))
         beta = self.hook_beta(self.beta_scale * self.beta_proj(x).sigmoid())  # [B,T,H]
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -86,7 +85,7 @@ class GatedDeltaNet(nn.Module):
         log_decay = self.hook_log_decay(-rate * F.softplus(self.decay_proj(x).to(wide) + self.decay_bias))
 
         decay = log_decay[..., None]
-        tensors = {
+        tensors: dict[str, Any] = {
             "q": q * K**-0.5, "k": k, "v": beta[..., None] * v, "log_decay": decay,
             "a": k, "b": -decay.exp() * beta[..., None] * k,
         }  # fmt: skip
@@ -96,9 +95,7 @@ class GatedDeltaNet(nn.Module):
         z = self.hook_z(z if site.edit is None else site.edit(z, run.real))
         return self.o_proj(z.flatten(-2))
 
-    def _mix(
-        self, tensors: dict[str, Tensor], projected: Tensor, run: Pass, cache: StateCache | None
-    ) -> Tensor:
+    def _mix(self, tensors: dict[str, Any], projected: Tensor, run: Pass, cache: StateCache | None) -> Tensor:
         """The recurrence under the site's cap, on compacted tensors; leaves the site's cache up to date."""
         site = self.site
         state = ring = None
@@ -128,7 +125,7 @@ class GatedDeltaNet(nn.Module):
             run.cache.sites[site.name] = StateCache(state, ring, conv, site.cap)
         return out
 
-    def _ring(self, tensors: dict[str, Tensor], run: Pass, cap: int) -> Ring:
+    def _ring(self, tensors: dict[str, Any], run: Pass, cap: int) -> Ring:
         tail = {name: run.last(y, min(cap, run.length)) for name, y in tensors.items() if name != "q"}
         value = tail.pop("v")
         keys = carried_keys(**tail)

@@ -42,9 +42,7 @@ class ShortConv(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, width))
 
     def forward(self, x: Tensor, history: Tensor | None) -> Tensor:
-        front = (
-            x.new_zeros(x.shape[0], self.width - 1, x.shape[-1]) if history is None else history.to(x.dtype)
-        )
+        front = x.new_zeros(x.shape[0], self.width - 1, x.shape[-1]) if history is None else history.to(x.dtype)
         padded = torch.cat([front, x], 1)
         taps = [padded[:, i : i + x.shape[1]] * self.weight[:, i] for i in range(self.width)]
         return nn.functional.silu(sum(taps[1:], taps[0]))

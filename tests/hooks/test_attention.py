@@ -14,6 +14,7 @@ from hybridscope.hooks.kernels import attention as kernel
 from hybridscope.hooks.kernels.attention import attention, attention_reference
 
 W = 7
+SEGMENTS = torch.tensor([[0] * 3 + [1] * 10 + [2] * 6, [0] * 18 + [1]])
 
 
 def qkv(
@@ -54,9 +55,7 @@ def test_beyond_one_block_of_rows(window: int | None, monkeypatch: pytest.Monkey
     monkeypatch.setattr(kernel, "ROWS", 8)
     x = qkv(8 * 3 + 5)
     for sinks in (0, 3):
-        assert_close(
-            attention(**x, window=window, sinks=sinks), attention_reference(**x, window=window, sinks=sinks)
-        )
+        assert_close(attention(**x, window=window, sinks=sinks), attention_reference(**x, window=window, sinks=sinks))
     positions = torch.arange(29)[None]
     assert_close(
         attention(**x, window=window, q_pos=positions, k_pos=positions),
@@ -135,12 +134,60 @@ def test_few_queries_over_many_keys() -> None:
     assert_close(attention(**last, window=5, **mixed), whole[:, 9:])
 
 
-def test_a_row_without_keys_reads_zeros_and_has_gradients() -> None:
+EXTRAS: list[dict[str, Any]] = [
+    {"softcap": 1.5},
+    {"sink_logits": torch.tensor([-1e4, -1.0, 0.5, 9.0]).double()},
+    {"softcap": 1.5, "sink_logits": torch.tensor([-1e4, -1.0, 0.5, 9.0]).double()},
+    {"q_seg": SEGMENTS, "k_seg": SEGMENTS},
+]
+
+
+@pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: "+".join(extra))
+@pytest.mark.parametrize("limits", [{}, {"window": 4}, {"window": 4, "sinks": 2}, {"window": 40}], ids=str)
+@pytest.mark.parametrize("V", [6, 4])
+def test_foreign_scores(extra: dict[str, Any], limits: dict[str, int], V: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soft caps, learnable sinks, packed documents: forward and gradients, with and without positions."""
+    monkeypatch.setattr(kernel, "ROWS", 5)
+    monkeypatch.setattr(kernel, "SCORES", 100)
+    x = {name: value.requires_grad_() for name, value in qkv(V=V).items()}
+    positions = torch.arange(19).expand(2, -1)
+    weight = torch.randn(2, 19, 4, V).double()
+    expected = attention_reference(**x, **limits, **extra)
+    wanted = torch.autograd.grad((expected * weight).sum(), list(x.values()))
+    ways: list[dict[str, Any]] = [{}, {"q_pos": positions, "k_pos": positions}]
+    for where in ways:
+        out = attention(**x, **limits, **extra, **where)
+        assert_close(out, expected)
+        for got, g in zip(torch.autograd.grad((out * weight).sum(), list(x.values())), wanted, strict=True):
+            assert_close(got, g, "gradient")
+
+
+def test_segments_are_separate_contexts() -> None:
+    """Each packed document is what it would be alone."""
+    x = qkv()
+    out = attention(**x, q_seg=SEGMENTS, k_seg=SEGMENTS)
+    for n in range(2):
+        for segment in SEGMENTS[n].unique():
+            at = (SEGMENTS[n] == segment).nonzero()[:, 0]
+            assert_close(out[n, at], attention(**{name: value[n : n + 1, at] for name, value in x.items()})[0])
+
+
+def test_a_sink_takes_its_share() -> None:
+    """A row's output shrinks by the sink's part of the denominator."""
+    x = {name: torch.zeros_like(value) for name, value in qkv(4).items()}
+    x["v"] += 1
+    out = attention(**x, sink_logits=torch.zeros(4).double())
+    keys = torch.arange(1, 5).double().view(1, 4, 1, 1)
+    assert_close(out, (keys / (keys + 1)).expand_as(out))
+
+
+@pytest.mark.parametrize("extra", [{}, {"softcap": 2.0}, {"sink_logits": torch.zeros(4).double()}], ids=str)
+def test_a_row_without_keys_reads_zeros_and_has_gradients(extra: dict[str, Any]) -> None:
     x = {name: value.requires_grad_() for name, value in qkv(5).items()}
     where = {"q_pos": torch.arange(5).expand(2, -1), "k_pos": torch.tensor([[0, 1, 2, 3, 4], [-1] * 5])}
-    out = attention(**x, **where)
+    out = attention(**x, **where, **extra)
     assert (out[1] == 0).all()
-    assert (attention_reference(**x, **where)[1] == 0).all()
+    assert (attention_reference(**x, **where, **extra)[1] == 0).all()
     for gradient in torch.autograd.grad(out.sum(), list(x.values())):
         assert torch.isfinite(gradient).all()
         assert (gradient[1] == 0).all()

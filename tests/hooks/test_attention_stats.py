@@ -1,4 +1,5 @@
-"""attention_stats(): every value against a dense fp64 oracle written here, row by row, from the definitions."""
+"""attention_stats(): every value against a dense fp64 oracle written here, row by row, from the
+definitions."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ Oracle = dict[str, np.ndarray]
 
 
 def oracle(
-    q: Tensor, k: Tensor, *, rows: Any = None, scale: float | None = None, window: int | None = None, sinks: int = 0,
-    limit: int | None = None, sink_logits: Tensor | None = None, softcap: float | None = None,
+    q: Tensor, k: Tensor, *, rows: Any = None, scale: float | None = None, window: int | None = None,
+    sinks: int = 0, limit: int | None = None, sink_logits: Tensor | None = None, softcap: float | None = None,
     labels: Tensor | None = None, causal: bool = True,
 ) -> Oracle:  # fmt: skip
     """Definitions, in numpy fp64: visible keys, softmax, -sum p log p, ... one row of one head at a time."""
@@ -36,12 +37,10 @@ def oracle(
     out["mass"] = np.zeros((B, rows_.shape[1], H, sets.shape[-1] if sets is not None else 0))
     for b, r, h in np.ndindex(B, rows_.shape[1], H):
         i = int(rows_[b, r]) % T
-        seen = [
-            j for j in range(k.shape[1])
-            if not causal or (
-                j <= i and (window is None or i - j < window or j < sinks) and (limit is None or i - j < limit)
-            )
-        ]  # fmt: skip
+        seen = list(range(k.shape[1]))
+        if causal:
+            seen = [j for j in seen if j <= i and (window is None or i - j < window or j < sinks)]
+            seen = [j for j in seen if limit is None or i - j < limit]
         s = kn[b, seen, h // group] @ qn[b, i, h] * (K**-0.5 if scale is None else scale)
         if softcap is not None:
             s = softcap * np.tanh(s / softcap)
@@ -73,15 +72,14 @@ def _sets(labels: Tensor | None) -> np.ndarray | None:
 
 
 def check(got: AttentionStats, expected: Oracle) -> None:
-    """Every field within 1e-5 (1 + |ref|) + 16 eps max|s|; a distance carries its own size into the second term."""
+    """Every field within 1e-5 (1 + |ref|) + 16 eps max|s|; a distance carries its own size into the second
+    term."""
     slack = 16 * EPS * expected["largest"].max()
     for name in ("lse", "entropy", "mass", "top1_prob", "distance", "sink_mass"):
         value, ref = getattr(got, name).double().numpy(), expected[name]
         assert value.shape == ref.shape, name
         bound = 1e-5 * (1 + np.abs(ref)) + slack * (1 + np.abs(ref) if name == "distance" else 1)
-        assert (np.abs(value - ref) <= bound).all(), (
-            f"{name}: {(np.abs(value - ref) / bound).max():.2f} of the bound"
-        )
+        assert (np.abs(value - ref) <= bound).all(), f"{name}: {(np.abs(value - ref) / bound).max():.2f} of the bound"
     assert (got.visible.numpy() == expected["visible"]).all()
     clear = expected["gap"] > 2 * slack + 1e-6
     assert (got.top1.numpy()[clear] == expected["top1"][clear]).all()
@@ -214,7 +212,8 @@ def test_the_window_counts_the_query(window: int) -> None:
 
 
 def test_planted_heads_have_their_closed_form() -> None:
-    """n of N keys score x, the rest 0: H = log(n e^x + N - n) - n x e^x / (n e^x + N - n), mass on them n e^x / (...)."""
+    """n of N keys score x, the rest 0: H = log(n e^x + N - n) - n x e^x / (n e^x + N - n), mass on them n e^x
+    / (...)."""
     N, strengths = 24, torch.tensor([0.0, 1.0, 3.0, 12.0])
     planted = torch.zeros(1, N, dtype=torch.bool)
     planted[0, [3, 8, 9, 15, 20]] = True
@@ -298,9 +297,7 @@ def test_rows_per_sample(limits: dict[str, int]) -> None:
 
 def test_no_rows() -> None:
     q, k = qk()
-    s = attention_stats(
-        q, k, rows=torch.zeros(0, dtype=torch.int64), labels=torch.ones(2, 33, dtype=torch.bool)
-    )
+    s = attention_stats(q, k, rows=torch.zeros(0, dtype=torch.int64), labels=torch.ones(2, 33, dtype=torch.bool))
     assert s.entropy.shape == (2, 0, 4)
     assert s.mass.shape == (2, 0, 4, 1)
 
@@ -331,6 +328,20 @@ def test_padding_and_offsets_by_position() -> None:
         assert_close(getattr(s, name), getattr(whole, name)[:, 7:])
     assert torch.equal(s.visible, whole.visible[:, 7:])
     assert torch.equal(s.top1, at[whole.top1[:, 7:]])
+
+
+def test_segments_are_separate_contexts() -> None:
+    """Rows of a packed document have the statistics of the document alone; top1 still names the packed
+    key."""
+    q, k = qk(T=12)
+    seg = torch.tensor([[0] * 5 + [3] * 7, [1] * 12])
+    s = attention_stats(q, k, window=6, q_seg=seg, k_seg=seg)
+    for n, part in ((0, slice(0, 5)), (0, slice(5, 12)), (1, slice(0, 12))):
+        alone = attention_stats(q[n : n + 1, part], k[n : n + 1, part], window=6)
+        for name in ("lse", "entropy", "distance", "top1_prob"):
+            assert_close(getattr(s, name)[n, part], getattr(alone, name)[0])
+        assert torch.equal(s.visible[n, part], alone.visible[0])
+        assert torch.equal(s.top1[n, part], alone.top1[0] + part.start)
 
 
 def test_hidden_edges_are_not_there() -> None:

@@ -95,8 +95,8 @@ def test_a_cap_of_the_whole_context_is_no_cap(mixer: str) -> None:
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_rows_within_the_cap_are_the_short_context(mixer: str) -> None:
-    """Row t of a capped pass is what the last w tokens alone would give at their end, on one layer (no positions lost:
-    RoPE sees distances, and a convolution's history lies inside the cap)."""
+    """Row t of a capped pass is what the last w tokens alone would give at their end, on one layer (no
+    positions lost: RoPE sees distances, and a convolution's history lies inside the cap)."""
     model, tokens, w = one(mixer), tokens_of(1, T), 9
     with model.cap(**{kind(model): w}):
         capped = model(tokens)[0]
@@ -238,7 +238,8 @@ def test_a_window_site_never_sees_more_than_natively() -> None:
 
 
 def test_softmax_caps_may_change_mid_context() -> None:
-    """They mask, they do not drop: the rest of the context is what a fresh pass under the new cap gives, on one layer."""
+    """They mask, they do not drop: the rest of the context is what a fresh pass under the new cap gives, on
+    one layer."""
     for mixer in ("full", "nope", "swa:9"):
         model, tokens, cache = one(mixer), tokens_of(1, T), Cache()
         for cap, part in ((2, slice(0, 10)), (None, slice(10, 15)), (6, slice(15, T))):
@@ -253,7 +254,10 @@ def test_a_recurrent_cap_may_not_change_mid_context() -> None:
         cache = Cache()
         with model.cap(recurrent=before):
             model(tokens[:, :9], cache=cache)
-        with model.cap(recurrent=after), pytest.raises(ValueError, match="cannot change in the middle of a context"):
+        with (
+            model.cap(recurrent=after),
+            pytest.raises(ValueError, match="cannot change in the middle of a context"),
+        ):
             model(tokens[:, 9:], cache=cache)
         with model.cap(recurrent=before):  # the refusal spoiled nothing
             assert_close(model(tokens[:, 9:], cache=cache), model(tokens)[:, 9:], "model")
@@ -348,8 +352,10 @@ def test_mean_ablation_over_the_running_tokens() -> None:
 def test_mean_ablation_over_reference_tokens() -> None:
     model, tokens, reference = model_of(*HYBRID), tokens_of(2, T), tokens_of(3, 15, seed=5)
     _, seen = model.run_with_cache(reference)
-    mean = {(layer, h): (lambda z, m=seen[f"blocks.{layer}.attn.hook_z"][:, :, h].mean((0, 1)): m.expand_as(z))
-            for layer, h in ((0, 1), (1, 2))}  # fmt: skip
+    mean: dict[tuple[int, int], Any] = {}
+    for layer, head in ((0, 1), (1, 2)):
+        value = seen[f"blocks.{layer}.attn.hook_z"][:, :, head].mean((0, 1))
+        mean[layer, head] = value.expand_as
     with model.ablate(heads=list(mean), how="mean", reference=reference):
         assert_close(model(tokens), with_z(model, tokens, mean), "model")
         assert_close(model(tokens[:1, :3]), with_z(model, tokens[:1, :3], mean), "model")
@@ -357,7 +363,10 @@ def test_mean_ablation_over_reference_tokens() -> None:
 
 def test_the_reference_pass_is_not_recorded() -> None:
     model, tokens = model_of(*HYBRID), tokens_of(2, T)
-    with model.record(resid="last", stats=[-1]) as rec, model.ablate([(0, 1)], how="mean", reference=tokens_of(3, 5)):
+    with (
+        model.record(resid="last", stats=[-1]) as rec,
+        model.ablate([(0, 1)], how="mean", reference=tokens_of(3, 5)),
+    ):
         model(tokens)
     assert rec.resid(0).shape[0] == 2
     assert rec.stats(0).entropy.shape[0] == 2
@@ -520,7 +529,7 @@ def test_knockout_names_columns_under_padding_and_decoding(mixer: str) -> None:
         assert_close(torch.cat(parts, 1), expected, "model")
     at = [c for c in range(T + 6) if c not in (0, 1, 4, 11, 20, 30)]
     tokens, mask = pad([row[0]], [at], T + 6)
-    column = {position: c for position, c in enumerate(at)}
+    column = dict(enumerate(at))
     with model.knockout(rows=[column[14], column[20]], keys=[column[9], column[13], column[17]]):
         assert_close(model(tokens, mask)[:, at], expected, "model")
 

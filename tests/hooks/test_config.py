@@ -37,9 +37,7 @@ def test_a_list_gives_every_layer() -> None:
         config(["gdn", "full"])
 
 
-@pytest.mark.parametrize(
-    "pattern", [("gdn",) * 24 + ("full",), ("gdn", "gdn", "gdn", "gdn", "swa:8", "full")]
-)
+@pytest.mark.parametrize("pattern", [("gdn",) * 24 + ("full",), ("gdn", "gdn", "gdn", "gdn", "swa:8", "full")])
 def test_a_tiling_that_loses_a_mixer_is_refused(pattern: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="never reach"):
         config(pattern)
@@ -52,9 +50,7 @@ def test_pattern_must_be_a_sequence_of_mixers(pattern: Any) -> None:
         config(pattern)
 
 
-@pytest.mark.parametrize(
-    "mixer", ["fulll", "", "swa", "swa:", "swa:x", "swa:2.5", "gdn:4", "full:3", ":3", "SWA:3"]
-)
+@pytest.mark.parametrize("mixer", ["fulll", "", "swa", "swa:", "swa:x", "swa:2.5", "gdn:4", "full:3", ":3", "SWA:3"])
 def test_unknown_mixers_are_refused(mixer: str) -> None:
     with pytest.raises(ValueError, match="pattern: "):
         config((mixer,))

@@ -89,7 +89,8 @@ def test_split_is_the_whole_under_a_cap_with_sinks(mixer: str) -> None:
 @pytest.mark.parametrize("cap", [None, 5])
 @pytest.mark.parametrize("mixer", [*MIXERS, "hybrid"])
 def test_padding_changes_nothing(mixer: str, cap: int | None) -> None:
-    """A batch of mixed lengths, padded left, right and inside, equals each row alone; what padding holds is ignored."""
+    """A batch of mixed lengths, padded left, right and inside, equals each row alone; what padding holds is
+    ignored."""
     model = build(mixer)
     rows = [tokens_of(1, len(at), seed=n)[0] for n, at in enumerate(COLUMNS.values())]
     tokens, mask = pad(rows, list(COLUMNS.values()), T)
@@ -189,9 +190,7 @@ def test_short_convolution_is_causal_convolution() -> None:
     conv = ShortConv(6, 4).double()
     conv.init_weights()
     x = torch.randn(2, 9, 6).double()
-    expected = F.silu(F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), conv.weight[:, None], groups=6)).transpose(
-        1, 2
-    )
+    expected = F.silu(F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), conv.weight[:, None], groups=6)).transpose(1, 2)
     assert_close(conv(x, None), expected)
     assert_close(conv(x[:, 5:], x[:, 2:5]), expected[:, 5:])
 
@@ -200,22 +199,19 @@ def test_rms_norm() -> None:
     norm = RMSNorm(6, 1e-6).double()
     x = 100 * torch.randn(3, 6).double()
     assert_close(norm(x).square().mean(-1), torch.ones(3).double(), torch.float32)
-    assert (
-        norm(x.bfloat16()).dtype == torch.float64
-    )  # the weight's dtype wins; the sum of squares is fp32 or wider
+    assert norm(x.bfloat16()).dtype == torch.float64  # the weight's dtype wins; the sum of squares is fp32 or wider
 
 
 @pytest.mark.parametrize("negative", [False, True])
 def test_gdn_is_the_gated_delta_rule(negative: bool) -> None:
-    """From its own q, k, v, beta and decay: S = alpha (I - beta k k^T) S + beta k v^T, o = S^T q / sqrt(K)."""
+    """From its own q, k, v, beta and decay: S = alpha (I - beta k k^T) S + beta k v^T, o = S^T q /
+    sqrt(K)."""
     model = model_of(
         "gdn",
         mixers={"gdn": {"heads": 2, "value_heads": 4, "value_dim": 6, "negative_eigenvalues": negative}},
     )
     _, seen = model.run_with_cache(tokens_of(2, 9))
-    q, k, v, beta, log_decay, z = (
-        seen[f"blocks.0.attn.hook_{n}"] for n in ("q", "k", "v", "beta", "log_decay", "z")
-    )
+    q, k, v, beta, log_decay, z = (seen[f"blocks.0.attn.hook_{n}"] for n in ("q", "k", "v", "beta", "log_decay", "z"))
     assert (k.shape, v.shape, beta.shape) == ((2, 9, 4, 4), (2, 9, 4, 6), (2, 9, 4))
     assert_close(k.norm(dim=-1), torch.ones(2, 9, 4).double())
     assert (log_decay <= 0).all()
@@ -245,9 +241,7 @@ def test_every_parameter_learns(mixer: str) -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert torch.isfinite(parameter.grad).all(), name
-        if mixer != "swa:1" or not any(
-            part in name for part in ("q_proj", "k_proj")
-        ):  # one key: nothing to choose
+        if mixer != "swa:1" or not any(part in name for part in ("q_proj", "k_proj")):  # one key: nothing to choose
             assert (parameter.grad != 0).any(), name
 
 
@@ -304,10 +298,7 @@ def test_generation_stops_and_samples() -> None:
         first = int(at[n][0]) + 6 if len(at[n]) else stopped.shape[1]
         assert torch.equal(stopped[n, :first], free[n, :first])
         assert (stopped[n, first:] == stop).all()
-    draws = [
-        model.generate(tokens, 8, temperature=2.0, generator=torch.Generator().manual_seed(s))
-        for s in (3, 3, 4)
-    ]
+    draws = [model.generate(tokens, 8, temperature=2.0, generator=torch.Generator().manual_seed(s)) for s in (3, 3, 4)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
     with pytest.raises(ValueError, match="max_new_tokens=-1"):
@@ -340,7 +331,8 @@ def test_loss_in_pieces(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loss_ignores_padding() -> None:
-    """Each real token but a row's first is predicted from the real token before it, wherever padding stands."""
+    """Each real token but a row's first is predicted from the real token before it, wherever padding
+    stands."""
     model = build("hybrid")
     names = ["left", "right", "interior", "everywhere"]
     rows = [tokens_of(1, len(COLUMNS[n]), seed=i)[0] for i, n in enumerate(names)]
@@ -418,9 +410,7 @@ def test_hooks_fire_under_caps_padding_and_decoding() -> None:
         for step in (tokens, tokens[:, :1]):
             fired.clear()
             model.run_with_hooks(step, mask if step is tokens else None, cache, fwd_hooks=hooks)
-            expected = {
-                n for _, n in points() if "attn.hook_" in n and "hook_state" not in n
-            }  # a cap keeps no state
+            expected = {n for _, n in points() if "attn.hook_" in n and "hook_state" not in n}  # a cap keeps no state
             assert set(fired) == expected
 
 

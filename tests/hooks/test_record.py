@@ -1,4 +1,5 @@
-"""record(): residual vectors and attention statistics are those of the unrecorded pass, at the columns asked for."""
+"""record(): residual vectors and attention statistics are those of the unrecorded pass, at the columns asked
+for."""
 
 from __future__ import annotations
 
@@ -154,7 +155,8 @@ def test_stats_equal_a_dense_computation(model: HybridLM, rows: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("caps", "sinks"), [({"full": 5}, 0), ({"full": 3}, 2), ({"window": 2}, 0), ({"window": 2}, 1), ({"full": 99}, 0)]
+    ("caps", "sinks"),
+    [({"full": 5}, 0), ({"full": 3}, 2), ({"window": 2}, 0), ({"window": 2}, 1), ({"full": 99}, 0)],
 )
 def test_stats_see_the_cap(model: HybridLM, caps: dict[str, int], sinks: int) -> None:
     tokens = tokens_of(2, T)
@@ -175,7 +177,11 @@ def test_stats_see_the_knockout(model: HybridLM, heads: Any) -> None:
     """Also rows that lose every key, and under a cap."""
     tokens = tokens_of(2, T)
     rows, keys = torch.tensor([[4, 9, 0], [14, 2, 0]]), [0, 3, 8]
-    with model.cap(full=9), model.knockout(rows=rows, keys=keys, heads=heads), model.record(stats=True) as rec:
+    with (
+        model.cap(full=9),
+        model.knockout(rows=rows, keys=keys, heads=heads),
+        model.record(stats=True) as rec,
+    ):
         _, seen = model.run_with_cache(tokens)
     for layer in SOFTMAX:
         hidden = torch.zeros(2, T, 4, T, dtype=torch.bool)
@@ -330,7 +336,17 @@ def test_table_is_tidy(model: HybridLM) -> None:
     keys = ["sample", "layer", "site", "head", "row"]
     assert not table.duplicated(keys).any()
     assert set(table.layer) == set(SOFTMAX)
-    assert {"entropy", "entropy_norm", "lse", "visible", "mass_0", "mass_1", "top1", "top1_prob", "distance"} < set(table)
+    assert {
+        "entropy",
+        "entropy_norm",
+        "lse",
+        "visible",
+        "mass_0",
+        "mass_1",
+        "top1",
+        "top1_prob",
+        "distance",
+    } < set(table)
     line = table.set_index(keys).loc[(1, 3, 0, 2, 11)]
     assert isinstance(line, pd.Series)
     assert line.entropy == float(rec.stats(3).entropy[1, 1, 2])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import Largest, assert_close
-from torch import Tensor
 
 from hybridscope.hooks.kernels.recurrence import recurrence, recurrence_reference
 
@@ -16,8 +15,8 @@ KINDS = ["scalar", "vector", "scalar+erase", "vector+erase"]
 
 
 def inputs(
-    kind: str = "scalar+erase", T: int = 45, *, B: int = 2, H: int = 2, K: int = 5, V: int = 7, decay: float = 0.3,
-    state: bool = True, dtype: torch.dtype = torch.float64,
+    kind: str = "scalar+erase", T: int = 45, *, B: int = 2, H: int = 2, K: int = 5, V: int = 7,
+    decay: float = 0.3, state: bool = True, dtype: torch.dtype = torch.float64,
 ) -> Inputs:  # fmt: skip
     """Signed inputs; |b a^T| < 1 so that nothing grows."""
     width = K if kind.startswith("vector") else 1
@@ -44,8 +43,8 @@ def agree(x: Inputs, **options: Any) -> None:
 
 def test_the_reference_is_the_recurrence() -> None:
     """By hand, K = V = 1: S_1 = e^-1 S_0 + b a S_0 + k v."""
-    x = {name: torch.full((1, 1, 1, 1), value, dtype=torch.float64)
-         for name, value in {"q": 2.0, "k": 3.0, "v": 5.0, "log_decay": -1.0, "a": 0.5, "b": -0.25}.items()}  # fmt: skip
+    values = {"q": 2.0, "k": 3.0, "v": 5.0, "log_decay": -1.0, "a": 0.5, "b": -0.25}
+    x = {name: torch.full((1, 1, 1, 1), value, dtype=torch.float64) for name, value in values.items()}
     state = torch.full((1, 1, 1, 1), 7.0, dtype=torch.float64)
     expected = torch.exp(torch.tensor(-1.0, dtype=torch.float64)) * 7 - 0.125 * 7 + 15
     out, S = recurrence_reference(**x, state=state)
@@ -55,7 +54,8 @@ def test_the_reference_is_the_recurrence() -> None:
 
 
 def test_a_gated_delta_rule_overwrites_what_a_key_held() -> None:
-    """Unit key, beta 1, no decay: reading the key returns its latest value exactly, whatever it held before."""
+    """Unit key, beta 1, no decay: reading the key returns its latest value exactly, whatever it held
+    before."""
     k = torch.nn.functional.normalize(torch.randn(1, 1, 1, 4, dtype=torch.float64), dim=-1).expand(1, 9, 1, 4)
     v = torch.randn(1, 9, 1, 3, dtype=torch.float64)
     out, _ = recurrence(q=k, k=k, v=v, log_decay=torch.zeros(1, 9, 1, 1).double(), a=k, b=-k)
@@ -125,8 +125,7 @@ def test_gradients_under_strong_decay_are_finite(kind: str) -> None:
     x = inputs(kind, decay=25.0)
     x = {name: value.requires_grad_() for name, value in x.items()}
     grads = [
-        torch.autograd.grad(sum(y.sum() for y in f(**x)), list(x.values()))
-        for f in (recurrence, recurrence_reference)
+        torch.autograd.grad(sum(y.sum() for y in f(**x)), list(x.values())) for f in (recurrence, recurrence_reference)
     ]
     for got, expected in zip(*grads, strict=True):
         assert_close(got, expected, "gradient")
@@ -139,9 +138,7 @@ def test_split_with_state_is_the_whole(kind: str, cut: int) -> None:
     out, state = recurrence(**x)
     first = {name: value if name == "state" else value[:, :cut] for name, value in x.items()}
     head, middle = recurrence(**first)
-    tail, end = recurrence(
-        **{name: middle if name == "state" else value[:, cut:] for name, value in x.items()}
-    )
+    tail, end = recurrence(**{name: middle if name == "state" else value[:, cut:] for name, value in x.items()})
     assert_close(torch.cat([head, tail], 1), out)
     assert_close(end, state)
 

@@ -1,4 +1,4 @@
-"""Sites, and the rules that every switch follows: restored whatever happens, one thread, copies apart, not compiled."""
+"""Sites, and the rules of every switch: restored whatever happens, one thread, copies apart, not compiled."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def test_sites_say_what_each_mixer_is(model: HybridLM) -> None:
     assert [s.window for s in sites] == [4, None, None, None]
     assert [s.rope for s in sites] == [True, False, False, True]
     assert [s.conv for s in sites] == [1, 4, 1, 1]
-    assert [(s.heads, s.kv_heads, s.key_dim, s.value_dim) for s in sites] == [(4, 2, 4, 4), (4, 4, 4, 8)] + 2 * [(4, 2, 4, 4)]
+    assert [(s.heads, s.kv_heads, s.key_dim, s.value_dim) for s in sites] == [
+        (4, 2, 4, 4),
+        (4, 4, 4, 8),
+    ] + 2 * [(4, 2, 4, 4)]
     assert [model.get_submodule(s.name).site is s for s in sites] == [True] * 4
 
 
@@ -60,7 +63,12 @@ def test_sites_print_as_a_table(model: HybridLM) -> None:
 def test_heads_are_named_by_layer_or_site(model: HybridLM) -> None:
     assert model.sites.head((3, 2)) == (model.sites[3], 2)
     assert model.sites.head((3, 0, 2)) == (model.sites[3], 2)
-    for head, message in (((3, 4), "heads 0..3"), ((3, -1), "heads 0..3"), ((4, 0), "layer 4 does not exist"), ((1,), "expected")):
+    for head, message in (
+        ((3, 4), "heads 0..3"),
+        ((3, -1), "heads 0..3"),
+        ((4, 0), "layer 4 does not exist"),
+        ((1,), "expected"),
+    ):
         with pytest.raises(ValueError, match=message):
             model.sites.head(head)
 
@@ -187,7 +195,7 @@ def test_hooks_of_a_copy_are_its_own(model: HybridLM) -> None:
 
 COMPILED = """
 import torch
-from helpers import model_of, tokens_of
+from helpers import assert_close, model_of, tokens_of
 
 torch.set_num_threads(1)
 model, tokens = model_of("swa:4", "gdn", "nope", "full"), tokens_of(2, 12)
@@ -220,7 +228,11 @@ def test_a_compiled_model_refuses_switches_and_hooks() -> None:
     """In a process of its own: the type checks of this one are not made for tracing."""
     path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     done = subprocess.run(
-        [sys.executable, "-c", COMPILED], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", COMPILED],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,5 @@
-"""windowed() and capped(): exact caps on recurrences. What lies outside the window never enters the arithmetic."""
+"""windowed() and capped(): exact caps on recurrences. What lies outside the window never enters the
+arithmetic."""
 
 from __future__ import annotations
 
@@ -31,15 +32,14 @@ def inputs(kind: str, length: int = T, *, B: int = 2, H: int = 2, K: int = 4, V:
     if kind == "delta":
         x.update(a=k, b=-x["log_decay"].exp() * 2 * torch.rand(B, length, H, 1).double() * k)
     if kind == "vector+low rank":
-        a, b = (
-            torch.nn.functional.normalize(torch.randn(B, length, H, K).double(), dim=-1) for _ in range(2)
-        )
+        a, b = (torch.nn.functional.normalize(torch.randn(B, length, H, K).double(), dim=-1) for _ in range(2))
         x.update(a=a, b=0.5 * b)
     return x
 
 
 def restarts(x: Inputs) -> list[Tensor]:
-    """The loop over time restarted at every token s: restarts(x)[s][:, t - s] is row t from tokens s..t alone."""
+    """The loop over time restarted at every token s: restarts(x)[s][:, t - s] is row t from tokens s..t
+    alone."""
     length = x["q"].shape[1]
     return [recurrence_reference(**{name: y[:, s:] for name, y in x.items()})[0] for s in range(length)]
 
@@ -107,7 +107,8 @@ def test_slabs_bound_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("w", [1, 3, 5, 8])
 def test_nothing_outside_the_window_leaks(kind: str, w: int) -> None:
-    """Everything before t-w+1 and after t, of every input, times 1e4 or replaced: row t is bitwise the same."""
+    """Everything before t-w+1 and after t, of every input, times 1e4 or replaced: row t is bitwise the
+    same."""
     x = inputs(kind)
     before = windowed(**x, window=w)
     for t in range(T):
@@ -115,9 +116,7 @@ def test_nothing_outside_the_window_leaks(kind: str, w: int) -> None:
         inside[max(0, t - w + 1) : t + 1] = True
         outside = ~inside.view(1, T, 1, 1)
         loud = {n: torch.where(outside, y * (1 if n == "log_decay" else 1e4), y) for n, y in x.items()}
-        other = {
-            n: torch.where(outside, y, z) for (n, z), y in zip(x.items(), inputs(kind).values(), strict=True)
-        }
+        other = {n: torch.where(outside, y, z) for (n, z), y in zip(x.items(), inputs(kind).values(), strict=True)}
         assert torch.equal(windowed(**loud, window=w)[:, t], before[:, t])
         assert torch.equal(windowed(**other, window=w)[:, t], before[:, t])
 
@@ -139,7 +138,8 @@ def test_the_window_is_tight(kind: str, w: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("w", [1, 4, 7])
 def test_jacobian_zero_pattern(kind: str, w: int) -> None:
-    """d row t / d token i is exactly zero outside t-w < i <= t and nonzero inside, at t mod w in {0, 1, w-1}."""
+    """d row t / d token i is exactly zero outside t-w < i <= t and nonzero inside, at t mod w in {0, 1,
+    w-1}."""
     x = {name: y.requires_grad_() for name, y in inputs(kind, B=1, H=1).items()}
     out = windowed(**x, window=w)
     for t in {2 * w, 2 * w + 1, 3 * w - 1}:
@@ -158,8 +158,7 @@ def test_gradients(kind: str, w: int) -> None:
     x = {name: y.requires_grad_() for name, y in inputs(kind, 11).items()}
     weight = torch.randn(2, 11, 2, 3).double()
     grads = [
-        torch.autograd.grad((f(**x, window=w) * weight).sum(), list(x.values()))
-        for f in (windowed, windowed_reference)
+        torch.autograd.grad((f(**x, window=w) * weight).sum(), list(x.values())) for f in (windowed, windowed_reference)
     ]
     for got, expected in zip(*grads, strict=True):
         assert_close(got, expected, "gradient")

@@ -1,0 +1,395 @@
+"""The command line: `hybridscope demo | train | probe | cap | heads | track | influence | perplexity | plot`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Source = Annotated[str, tyro.conf.Positional]
+Haystack = Literal["tokens", "repeat", "essay"]
+Set = Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="A.B=VALUE"), tyro.conf.UseAppendAction]
+Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="A,B")]
+RUNS = Path("runs")
+
+
+def demo(out: Path = RUNS / "demo", set_: Set = (), json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
+    """Train a small hybrid and take every measurement on it: about three minutes on two CPU cores.
+
+    Args:
+        out: Folder for the ladder, tables and figures; a finished ladder there is reused.
+        set_: Overrides of the demo's config, e.g. train.seed=1.
+        json_: End with one line of JSON holding the headline numbers.
+    """
+    from .demo import demo as run
+
+    result = run(out, list(set_))
+    if not json_:
+        for name, value in result.numbers.items():
+            print(f"{name:28s}{value:10.3f}")
+        for path in [*result.tables.values(), *result.figures.values()]:
+            print(path)
+    print(json.dumps(result.numbers) if json_ else f"Look at {result.folder / 'figures'}.")
+
+
+def train(config: Source, out: Path | None = None, set_: Set = (), dry_run: bool = False) -> None:
+    """Train a hybrid and keep its checkpoints as a ladder; run again to resume.
+
+    Args:
+        config: A TOML file, or the name of a config that comes with hybridscope (demo).
+        out: Folder for the ladder; by default runs/CONFIG/ladder.
+        set_: Overrides, e.g. train.steps=100.
+        dry_run: Print the resolved config and the parameter counts, train nothing.
+    """
+    from .config import load_config
+
+    run = load_config(config, list(set_))
+    if dry_run:
+        import torch
+
+        from ..hooks.model import HybridLM
+
+        with torch.device("meta"):
+            model = HybridLM(run.hybrid())
+        total = sum(p.numel() for p in model.parameters())
+        embeddings = model.embed.weight.numel() + (0 if run.model.tie_embeddings else model.unembed.weight.numel())
+        print(json.dumps(run.to_dict(), indent=1))
+        print(f"{total:,} parameters, {total - embeddings:,} without embeddings")
+        print(model.sites)
+        return
+    from .train import train as start
+
+    print(start(run, out or RUNS / Path(config).stem / "ladder"))
+
+
+def probe(
+    source: Source,
+    n: int = 400,
+    length: int | None = None,
+    target: Literal["value", "depth"] = "value",
+    haystack: Haystack | None = None,
+    values: int | None = None,
+    seeds: int = 5,
+    seed: int = 0,
+    out: Path | None = None,
+) -> None:
+    """Layer-wise needle probe: from which layer on can a linear classifier read the needle?
+
+    Args:
+        source: Checkpoint folder, hub id, or smollm2.
+        n: Prompts.
+        length: Tokens per prompt; by default the model's context, at most 1,024.
+        target: Read which value the needle holds, or which depth bin it lies in.
+        haystack: essay and repeat need a tokenizer; by default what suits the model.
+        values: Candidate values (8 for English; the token language brings its own).
+        seeds: Random splits.
+        seed: Seed of the prompts.
+        out: Table to write; the figure goes beside it.
+    """
+    from .. import figures
+    from ..probes.layerwise import probe_layers
+
+    model = _load(source)
+    values = values if values or model.tokenizer is None else 8
+    needles = _needles(model, source, n, length, haystack, values, seed)
+    table = probe_layers(model, needles, target, seeds=seeds)
+    columns = ["layer", "kind", "mixer", "accuracy", "low", "high", "gain", "chance"]
+    _show(table.query("control == 'none' and where == 'mid'")[columns])
+    _keep(table, "probe", source, out, figures.probe_curve(table), n=n, target=target, seed=seed, seeds=seeds)
+
+
+def cap(
+    source: Source,
+    kind: Names = (),
+    window: Names = ("64", "128", "256", "512"),
+    sinks: Names = ("0", "4"),
+    by_layer: bool = False,
+    n: int = 64,
+    length: int | None = None,
+    haystack: Haystack | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+) -> None:
+    """Cap the receptive field of one layer type (or one layer) and measure needle accuracy and log-perplexity.
+
+    Args:
+        source: Checkpoint folder, hub id, or smollm2.
+        kind: full, window, recurrent; by default all that the model has.
+        window: Caps in tokens, the query counted.
+        sinks: First keys left visible.
+        by_layer: Cap one layer at a time.
+        n: Prompts.
+        length: Tokens per prompt; by default the model's context, at most 1,024.
+        haystack: essay and repeat need a tokenizer; by default what suits the model.
+        seed: Seed of the prompts.
+        out: Table to write; the figure goes beside it.
+    """
+    from .. import figures
+    from ..probes.capsweep import cap_sweep
+
+    model = _load(source)
+    needles = _needles(model, source, n, length, haystack, None, seed)
+    windows = [_number("window", w) for w in _split(window)]
+    texts = needles.removed if model.tokenizer is not None and needles.tokens.shape[1] > max(windows) + 2 else None
+    table = cap_sweep(
+        model, needles, texts, kinds=_split(kind) or None, windows=windows,
+        sinks=[_number("sinks", s) for s in _split(sinks)], by_layer=by_layer,
+    )  # fmt: skip
+    _show(table)
+    figure = figures.cap_heatmap(table) if by_layer else figures.cap_curves(table)
+    _keep(table, "cap", source, out, figure, n=n, seed=seed)
+
+
+def heads(
+    source: Source,
+    n: int = 64,
+    length: int | None = None,
+    score: Literal["copy", "mass"] = "copy",
+    k: int = 10,
+    draws: int = 5,
+    haystack: Haystack | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+) -> None:
+    """Find retrieval heads, then check them: needle accuracy without the top k against k random heads.
+
+    Heads are found on one set of prompts and ablated on another.
+
+    Args:
+        source: Checkpoint folder, hub id, or smollm2.
+        n: Prompts to find heads on, and as many to check them on.
+        length: Tokens per prompt; by default the model's context, at most 1,024.
+        score: copy (most attended key is the token being emitted) or mass (attention on the value).
+        k: Heads to ablate.
+        draws: Draws of random heads.
+        haystack: essay and repeat need a tokenizer; by default what suits the model.
+        seed: Seed of the prompts.
+        out: Table to write; the figure goes beside it.
+    """
+    from .. import figures
+    from ..probes.needles import answered
+    from ..probes.retrieval import causal_check, retrieval_heads
+
+    model = _load(source)
+    find = _needles(model, source, n, length, haystack, None, seed)
+    check = _needles(model, source, n, length, haystack, None, seed + 1)
+    right = answered(model, find)
+    print(f"answers {int(right.sum())} of {n} needle prompts of {find.tokens.shape[1]} tokens")
+    table = retrieval_heads(model, find, score)
+    _show(table.head(k))
+    k = min(k, len(table))
+    effect = causal_check(model, check, table, k=k, draws=draws, seed=seed)
+    _show(effect.groupby(["ablated", "k"], sort=False, as_index=False)["accuracy"].agg(["mean", "min", "max"]))
+    _keep(
+        table,
+        "heads",
+        source,
+        out,
+        figures.heads_map(table, label=f"{score} score"),
+        n=n,
+        score=score,
+        seed=seed,
+    )
+
+
+def track(
+    source: Source,
+    n: int = 128,
+    length: int | None = None,
+    top: int = 4,
+    haystack: Haystack | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+) -> None:
+    """Follow the final step's top heads through a ladder: entropy, needle mass, copy score, Q/K drift.
+
+    The table is saved after every step; run again to resume.
+
+    Args:
+        source: Ladder folder (step-NNNNNN/ or checkpoint-N/ inside).
+        n: Prompts; heads are chosen on the first half and measured on the second.
+        length: Tokens per prompt; by default the model's context, at most 1,024.
+        top: Heads to follow.
+        haystack: essay and repeat need a tokenizer; by default what suits the model.
+        seed: Seed of the prompts.
+        out: Table to write; the figure and the drift table go beside it.
+    """
+    from .. import figures
+    from ..hooks.ladder import ladder
+    from ..probes.drift import qk_drift
+    from .tables import provenance, save_table
+    from .track import track_to
+
+    steps = ladder(source)
+    final = steps.final
+    needles = _needles(final.load(), final.path, n, length, haystack, None, seed)
+    file = out or RUNS / "track" / f"{Path(source).name}.parquet"
+    table = track_to(file, steps, needles, top=top)
+    followed = table[["layer", "site", "head"]].drop_duplicates().to_numpy()
+    drift = qk_drift(steps, heads=[tuple(map(int, h)) for h in followed])
+    save_table(drift, file.with_name(file.stem + "-drift.parquet"), provenance("drift", source))
+    _show(table.groupby("step", as_index=False)[["mass", "entropy", "copy", "accuracy"]].mean())
+    print(file)
+    print(figures.save(figures.formation(table, drift, width=figures.DOUBLE), file.with_suffix(".png")))
+
+
+def influence(
+    source: Source,
+    n: int = 16,
+    length: int | None = None,
+    target: Literal["loss", "logit_sum", "argmax_logit"] = "loss",
+    haystack: Haystack | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+) -> None:
+    """Gradient influence: how strongly the output depends on each input token, by distance.
+
+    Args:
+        source: Checkpoint folder, hub id, or smollm2.
+        n: Documents.
+        length: Tokens per document; by default the model's context, at most 1,024.
+        target: The next token's loss, or the published logit targets.
+        haystack: What the documents are made of; by default what suits the model.
+        seed: Seed of the documents.
+        out: Table to write; the figure goes beside it.
+    """
+    from .. import figures
+    from ..probes.influence import gradient_influence
+
+    model = _load(source)
+    needles = _needles(model, source, n, length, haystack, None, seed)
+    table = gradient_influence(model, needles.tokens, target=target)
+    _keep(table, "influence", source, out, figures.influence(table), n=n, target=target, seed=seed)
+
+
+def perplexity(
+    source: Source,
+    n: int = 16,
+    length: int | None = None,
+    haystack: Haystack | None = None,
+    seed: int = 0,
+    out: Path | None = None,
+) -> None:
+    """Mean next-token loss by position in the document.
+
+    Args:
+        source: Checkpoint folder, hub id, or smollm2.
+        n: Documents.
+        length: Tokens per document; by default the model's context, at most 1,024.
+        haystack: What the documents are made of; by default what suits the model.
+        seed: Seed of the documents.
+        out: Table to write; the figure goes beside it.
+    """
+    from .. import figures
+    from ..probes.perplexity import perplexity as measure
+
+    model = _load(source)
+    needles = _needles(model, source, n, length, haystack, None, seed)
+    table = measure(model, needles.tokens)
+    _show(table)
+    _keep(table, "perplexity", source, out, figures.perplexity(table), n=n, seed=seed)
+
+
+def plot(table: Source, drift: Path | None = None, out: Path | None = None) -> None:
+    """Draw the figure that belongs to a saved table.
+
+    Args:
+        table: A Parquet table that a hybridscope command wrote.
+        drift: For a tracking table: the drift table to draw beside it.
+        out: Image to write; by default beside the table.
+    """
+    from .. import figures
+    from .tables import read_table
+
+    data, facts = read_table(table)
+    name = facts.get("measurement")
+    by_layer = "layer" in data and max(data["layer"]) >= 0
+    caps = figures.cap_heatmap if by_layer else figures.cap_curves
+    drawers: dict[str | None, Any] = {
+        "probe": figures.probe_curve, "cap": caps, "caps": caps, "influence": figures.influence,
+        "perplexity": figures.perplexity, "heads": figures.heads_map,
+        "track": lambda t: figures.formation(t, None if drift is None else read_table(drift)[0], width=figures.DOUBLE),
+    }  # fmt: skip
+    if name not in drawers:
+        raise ValueError(f"{table}: measurement {name!r} has no figure; known: {', '.join(map(str, drawers))}")
+    print(figures.save(drawers[name](data), out or Path(table).with_suffix(".png")))
+
+
+def _load(source: str) -> Any:
+    from ..hooks.checkpoint import load
+
+    return load(source)
+
+
+def _needles(
+    model: Any,
+    source: str | Path,
+    n: int,
+    length: int | None,
+    haystack: Haystack | None,
+    values: int | None,
+    seed: int,
+) -> Any:
+    from .sources import needles_for
+
+    distractors = 0 if model.tokenizer is not None else 3
+    return needles_for(
+        model, source, n, length=length, haystack=haystack, values=values, distractors=distractors, seed=seed
+    )
+
+
+def _keep(table: pd.DataFrame, name: str, source: str, out: Path | None, figure: Any, **settings: Any) -> None:
+    """Save a table and its figure; say where."""
+    from .. import figures
+    from .tables import provenance, save_table
+
+    file = out or RUNS / name / f"{Path(source).name}.parquet"
+    print(save_table(table, file, provenance(name, source, **settings)))
+    print(figures.save(figure, file.with_suffix(".png")))
+
+
+def _show(table: Any) -> None:
+    """Print a table whole."""
+    print(table.to_string(index=False, float_format="%.4g"))
+
+
+def _split(values: tuple[str, ...]) -> list[str]:
+    """Lists may be written 64,128 or 64 128."""
+    return [part for value in values for part in value.split(",") if part]
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"--{name} {text}: expected a whole number") from None
+
+
+COMMANDS = {
+    "demo": demo, "train": train, "probe": probe, "cap": cap, "heads": heads, "track": track, "influence": influence,
+    "perplexity": perplexity, "plot": plot,
+}  # fmt: skip
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run one command; a user's mistake is one line on stderr and exit status 2."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="hybridscope", description=__doc__, args=args)
+    except (ValueError, OSError, ImportError) as error:
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

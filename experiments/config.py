@@ -1,0 +1,179 @@
+"""Run configs: TOML files read into dataclasses, with strict keys and `a.b=c` overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..hooks.config import HybridConfig
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    """The hybrid to train; see HybridConfig for what the fields mean."""
+
+    pattern: list[str]
+    """One period of the layer pattern, tiled over n_layers."""
+    n_layers: int
+    d_model: int
+    n_heads: int
+    n_kv_heads: int | None = None
+    head_dim: int | None = None
+    d_ff: int | None = None
+    rope_base: float = 500_000.0
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    init_std: float = 0.02
+    mixers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class DataConfig:
+    """What to train on: the synthetic token language, or a file of token ids."""
+
+    length: int
+    """Tokens T of a sequence; also the model's context."""
+    vocab_size: int
+    file: str | None = None
+    """Little-endian uint16 token ids; None: the token language, which the fields below describe."""
+    keys: int = 16
+    values: int = 8
+    needles: int = 4
+    """Planted needles in a sequence, each asked again once."""
+    copy_share: float = 0.5
+    """Share of sequences that repeat a stretch of random tokens."""
+    filler_weight: float = 0.0
+    """Loss weight of filler tokens beside that of answers, 1."""
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """Optimisation: AdamW, linear warm-up, cosine to a tenth, gradient clipping at 1."""
+
+    steps: int
+    batch: int
+    """Sequences per optimiser step."""
+    accumulate: int = 1
+    """Micro-batches a step is split into."""
+    lr: float = 1e-3
+    warmup: int = 100
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    saves: int = 12
+    """Checkpoints after step 0, evenly spaced, the last at the final step."""
+    seed: int = 0
+    device: str = "auto"
+    """auto: CUDA where there is one, else the CPU."""
+    threads: int | None = None
+    """CPU threads; None: leave torch's choice."""
+    compile: str = "auto"
+    """auto: torch.compile on CUDA; on; off."""
+
+
+@dataclasses.dataclass
+class RunConfig:
+    """One training run."""
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+
+    def __post_init__(self) -> None:
+        t = self.train
+        for name in ("steps", "batch", "accumulate", "saves"):
+            if getattr(t, name) < 1:
+                raise ValueError(f"train.{name}={getattr(t, name)}: expected >= 1")
+        if t.batch % t.accumulate:
+            raise ValueError(f"train.accumulate={t.accumulate} must divide train.batch={t.batch}")
+        if t.saves > t.steps:
+            raise ValueError(f"train.saves={t.saves}: more than train.steps={t.steps}")
+        if t.compile not in ("auto", "on", "off"):
+            raise ValueError(f"train.compile={t.compile!r}: expected auto, on or off")
+
+    def hybrid(self) -> HybridConfig:
+        """The model's config, vocabulary and context taken from the data."""
+        fields = dataclasses.asdict(self.model)
+        pattern = tuple(fields.pop("pattern"))
+        return HybridConfig(pattern, vocab_size=self.data.vocab_size, context=self.data.length, **fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML file, or a config that comes with the package by name ("demo"), then apply `a.b=c` overrides.
+
+    Raises FileNotFoundError for a missing file; ValueError for bad TOML, an unknown key (with the nearest valid one),
+    a missing key, or a value of the wrong type.
+    """
+    path = Path(source)
+    if not path.suffix and not path.exists():
+        path = CONFIGS / f"{source}.toml"
+    if not path.is_file():
+        names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.toml")))
+        raise FileNotFoundError(f"{source}: no such config; those that come with hybridscope: {names}")
+    try:
+        data = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path}: not valid TOML ({error})") from None
+    for override in overrides:
+        _override(data, override)
+    return read(RunConfig, data)
+
+
+def _override(data: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals:
+        raise ValueError(f"--set {override}: expected a.b=value")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text  # a bare word is a string
+    *path, last = key.strip().split(".")
+    for part in path:
+        data = data.setdefault(part, {})
+        if not isinstance(data, dict):
+            raise ValueError(f"--set {override}: {part!r} is a value, not a section")
+    data[last] = value
+
+
+def read(cls: type, data: Mapping[str, Any], where: str = "") -> Any:
+    """Plain data as a dataclass, strictly; ValueError names the key, what came and what was expected."""
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in data:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, 1, 0)
+            raise ValueError(f"config: unknown key {where + key!r}; the nearest valid key is {where + near[0]!r}")
+    values = {}
+    for name, f in fields.items():
+        if name in data:
+            values[name] = _value(hints[name], data[name], where + name)
+        elif f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise ValueError(f"config: missing key {where + name!r}")
+    return cls(**values)
+
+
+def _value(kind: Any, value: Any, name: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"config: {name}={value!r}; expected a section [{name}]")
+        return read(typing.cast(type, kind), value, name + ".")
+    origin = typing.get_origin(kind)
+    options = typing.get_args(kind) if origin in (types.UnionType, typing.Union) else (kind,)
+    for option in options:
+        plain = typing.get_origin(option) or option
+        if plain is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(plain, type) and isinstance(value, plain) and isinstance(value, bool) == (plain is bool):
+            return value
+    expected = " or ".join(getattr(o, "__name__", str(o)) for o in options)
+    raise ValueError(f"config: {name}={value!r}; expected {expected}")
