@@ -79,9 +79,9 @@ def demo(out: str | Path, overrides: list[str] | None = None, *, progress: bool 
     )
     probed = needles(30 * language.values, seed=3)
     made["probe"] = probe_layers(final, probed, seeds=3, batch=128)
-    asked = needles(32, seed=4, length=length - 1)
+    asked = needles(64, seed=4, length=length - 1)
     whole = torch.cat([asked.tokens, asked.answers], 1)
-    made["influence"] = gradient_influence(final, whole, rows=[length - 2])
+    made["influence"] = gradient_influence(final, whole, rows=[length - 2], bins=16)
 
     numbers = _numbers(made, first, final, measure, top[0], half_window)
     tables = {name: folder / f"tables/{name}.parquet" for name in made}
@@ -94,7 +94,7 @@ def demo(out: str | Path, overrides: list[str] | None = None, *, progress: bool 
         "caps": figures.cap_curves(made["caps"]),
         "formation": figures.formation(made["track"], made["drift"], width=figures.DOUBLE),
         "influence": figures.influence(made["influence"]),
-        "heads": figures.heads_map(made["heads"], label="needle mass"),
+        "heads": figures.heads_map(made["heads"], top=4, label="needle mass"),
     }
     paths = {name: figures.save(figure, folder / f"figures/{name}.png") for name, figure in drawn.items()}
     numbers["seconds"] = time.perf_counter() - began

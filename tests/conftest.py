@@ -1,6 +1,11 @@
 """Settings every test relies on: one thread (far faster for tiny models), no hub, a fixed seed, no GUI."""
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
@@ -23,3 +28,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The demo, run once as a user runs it: `.folder` (ladder/, tables/, figures/) and `.numbers`.
+
+    HYBRIDSCOPE_DEMO names a finished demo to use instead, for those who edit tests or notebooks.
+    """
+    folder = Path(os.environ.get("HYBRIDSCOPE_DEMO", tmp_path_factory.mktemp("demo") / "demo"))
+    command = [sys.executable, "-m", "hybridscope.experiments.cli", "demo", "--out", str(folder), "--json"]
+    environment = {k: v for k, v in os.environ.items() if k != "HYBRIDSCOPE_DEMO"}
+    out = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert out.returncode == 0, out.stderr
+    return SimpleNamespace(folder=folder, numbers=json.loads(out.stdout.strip().splitlines()[-1]))
