@@ -96,13 +96,14 @@ def probe(
     from .. import figures
     from ..probes.layerwise import probe_layers
 
+    file = _place("probe", source, out)
     model = _load(source)
     values = values if values or model.tokenizer is None else 8
     needles = _needles(model, source, n, length, haystack, values, seed)
     table = probe_layers(model, needles, target, seeds=seeds)
     columns = ["layer", "kind", "mixer", "accuracy", "low", "high", "gain", "chance"]
     _show(table.query("control == 'none' and where == 'mid'")[columns])
-    _keep(table, "probe", source, out, figures.probe_curve(table), n=n, target=target, seed=seed, seeds=seeds)
+    _keep(table, "probe", source, file, figures.probe_curve(table), n=n, target=target, seed=seed, seeds=seeds)
 
 
 def cap(
@@ -134,6 +135,7 @@ def cap(
     from .. import figures
     from ..probes.capsweep import cap_sweep
 
+    file = _place("cap", source, out)
     model = _load(source)
     needles = _needles(model, source, n, length, haystack, None, seed)
     windows = [_number("window", w) for w in _split(window)]
@@ -144,7 +146,7 @@ def cap(
     )  # fmt: skip
     _show(table)
     figure = figures.cap_heatmap(table) if by_layer else figures.cap_curves(table)
-    _keep(table, "cap", source, out, figure, n=n, seed=seed)
+    _keep(table, "cap", source, file, figure, n=n, seed=seed)
 
 
 def heads(
@@ -177,6 +179,7 @@ def heads(
     from ..probes.needles import answered
     from ..probes.retrieval import causal_check, retrieval_heads
 
+    file = _place("heads", source, out)
     model = _load(source)
     find = _needles(model, source, n, length, haystack, None, seed)
     check = _needles(model, source, n, length, haystack, None, seed + 1)
@@ -191,7 +194,7 @@ def heads(
         table,
         "heads",
         source,
-        out,
+        file,
         figures.heads_map(table, label=f"{score} score"),
         n=n,
         score=score,
@@ -230,7 +233,7 @@ def track(
     steps = ladder(source)
     final = steps.final
     needles = _needles(final.load(), final.path, n, length, haystack, None, seed)
-    file = out or RUNS / "track" / f"{Path(source).name}.parquet"
+    file = _place("track", source, out)
     table = track_to(file, steps, needles, top=top)
     followed = table[["layer", "site", "head"]].drop_duplicates().to_numpy()
     drift = qk_drift(steps, heads=[tuple(map(int, h)) for h in followed])
@@ -263,10 +266,11 @@ def influence(
     from .. import figures
     from ..probes.influence import gradient_influence
 
+    file = _place("influence", source, out)
     model = _load(source)
     needles = _needles(model, source, n, length, haystack, None, seed)
     table = gradient_influence(model, needles.tokens, target=target)
-    _keep(table, "influence", source, out, figures.influence(table), n=n, target=target, seed=seed)
+    _keep(table, "influence", source, file, figures.influence(table), n=n, target=target, seed=seed)
 
 
 def perplexity(
@@ -290,11 +294,12 @@ def perplexity(
     from .. import figures
     from ..probes.perplexity import perplexity as measure
 
+    file = _place("perplexity", source, out)
     model = _load(source)
     needles = _needles(model, source, n, length, haystack, None, seed)
     table = measure(model, needles.tokens)
     _show(table)
-    _keep(table, "perplexity", source, out, figures.perplexity(table), n=n, seed=seed)
+    _keep(table, "perplexity", source, file, figures.perplexity(table), n=n, seed=seed)
 
 
 def plot(table: Source, drift: Path | None = None, out: Path | None = None) -> None:
@@ -345,14 +350,23 @@ def _needles(
     )
 
 
-def _keep(table: pd.DataFrame, name: str, source: str, out: Path | None, figure: Any, **settings: Any) -> None:
+def _keep(table: pd.DataFrame, name: str, source: str, file: Path, figure: Any, **settings: Any) -> None:
     """Save a table and its figure; say where."""
     from .. import figures
     from .tables import provenance, save_table
 
-    file = out or RUNS / name / f"{Path(source).name}.parquet"
     print(save_table(table, file, provenance(name, source, **settings)))
     print(figures.save(figure, file.with_suffix(".png")))
+
+
+def _place(name: str, source: str, out: Path | None) -> Path:
+    """The table's file: `out`, or runs/NAME/ and the end of the source's path, so that steps of two runs differ."""
+    if out is None:
+        parts = [part for part in Path(source).parts if part.strip("/.") and part != RUNS.name]
+        return RUNS / name / ("-".join(parts[-3:]) + ".parquet")
+    if out.suffix != ".parquet":
+        raise ValueError(f"--out {out}: expected a .parquet file; the figure goes beside it")
+    return out
 
 
 def _show(table: Any) -> None:

@@ -88,9 +88,17 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         t = self.train
-        for name in ("steps", "batch", "accumulate", "saves"):
-            if getattr(t, name) < 1:
+        for name in ("steps", "batch", "accumulate", "saves", "threads"):
+            if getattr(t, name) is not None and getattr(t, name) < 1:
                 raise ValueError(f"train.{name}={getattr(t, name)}: expected >= 1")
+        d = self.data
+        if not 0 <= d.copy_share <= 1:
+            raise ValueError(f"data.copy_share={d.copy_share}: expected 0..1")
+        for name in ("needles", "filler_weight"):
+            if getattr(d, name) < 0:
+                raise ValueError(f"data.{name}={getattr(d, name)}: expected >= 0")
+        if d.file is None and not (d.needles or d.copy_share or d.filler_weight):
+            raise ValueError("data: no needles, no copies and no weight on filler leave nothing to learn")
         if t.batch % t.accumulate:
             raise ValueError(f"train.accumulate={t.accumulate} must divide train.batch={t.batch}")
         if t.saves > t.steps:
@@ -115,14 +123,14 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     a missing key, or a value of the wrong type.
     """
     path = Path(source)
-    if not path.suffix and not path.exists():
+    if not path.suffix and not path.is_file():
         path = CONFIGS / f"{source}.toml"
     if not path.is_file():
         names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.toml")))
         raise FileNotFoundError(f"{source}: no such config; those that come with hybridscope: {names}")
     try:
         data = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path}: not valid TOML ({error})") from None
     for override in overrides:
         _override(data, override)
@@ -167,13 +175,20 @@ def _value(kind: Any, value: Any, name: str) -> Any:
         if not isinstance(value, Mapping):
             raise ValueError(f"config: {name}={value!r}; expected a section [{name}]")
         return read(typing.cast(type, kind), value, name + ".")
-    origin = typing.get_origin(kind)
-    options = typing.get_args(kind) if origin in (types.UnionType, typing.Union) else (kind,)
-    for option in options:
-        plain = typing.get_origin(option) or option
-        if plain is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(plain, type) and isinstance(value, plain) and isinstance(value, bool) == (plain is bool):
-            return value
-    expected = " or ".join(getattr(o, "__name__", str(o)) for o in options)
-    raise ValueError(f"config: {name}={value!r}; expected {expected}")
+    if not _fits(kind, value):
+        expected = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
+        raise ValueError(f"config: {name}={value!r}; expected {expected.replace('typing.', '')}")
+    return float(value) if kind is float else value
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is types.UnionType:
+        return any(_fits(option, value) for option in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(inner[0], v) for v in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(inner[1], v) for v in value.values())
+    if origin is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return origin is Any or (isinstance(value, origin) and isinstance(value, bool) == (origin is bool))

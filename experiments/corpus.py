@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from .config import DataConfig
 
 
+SHORTEST_COPY = 20  # tokens of a sequence in which a stretch of 8 and its copy leave a choice
+
+
 class TokenMixture:
     """The synthetic language: some sequences repeat a stretch of random tokens, the others ask for planted needles.
 
@@ -33,6 +36,8 @@ class TokenMixture:
             raise ValueError(f"data.length={data.length}: {data.needles} needles, each asked again, take {needed}")
         if data.needles > data.keys:
             raise ValueError(f"data.needles={data.needles}: more than the {data.keys} keys")
+        if data.copy_share > 0 and data.length < SHORTEST_COPY:
+            raise ValueError(f"data.length={data.length}: repeated stretches (data.copy_share) take {SHORTEST_COPY}")
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
         rng = np.random.default_rng((seed, step))
@@ -88,14 +93,17 @@ class TokenFile:
         if not self.path.is_file():
             raise FileNotFoundError(f"data.file={data.file}: no such file")
         self.length = data.length
+        size = self.path.stat().st_size
+        if size % 2:
+            raise ValueError(f"data.file={data.file}: {size} bytes; uint16 token ids take 2 each")
+        if size // 2 < self.length:
+            raise ValueError(f"data.file={data.file}: {size // 2} tokens; one sequence takes {data.length}")
         self.tokens = np.memmap(self.path, dtype="<u2", mode="r")
-        if len(self.tokens) <= self.length:
-            raise ValueError(f"data.file={data.file}: {len(self.tokens)} tokens; one sequence takes {data.length}")
         self.vocab_size = data.vocab_size
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
         rng = np.random.default_rng((seed, step))
-        starts = rng.integers(0, len(self.tokens) - self.length, size)
+        starts = rng.integers(0, len(self.tokens) - self.length + 1, size)
         tokens = np.stack([self.tokens[s : s + self.length] for s in starts]).astype(np.int64)
         if tokens.max() >= self.vocab_size:
             raise ValueError(f"{self.path}: token id {tokens.max()} outside data.vocab_size={self.vocab_size}")

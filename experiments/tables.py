@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import sys
@@ -60,10 +59,3 @@ def needles_hash(needles: Needles) -> str:
     digest = hashlib.sha256(needles.tokens.numpy().tobytes())
     digest.update(needles.answers.numpy().tobytes())
     return digest.hexdigest()
-
-
-def plain(value: Any) -> Any:
-    """Settings as JSON takes them."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return list(value) if isinstance(value, tuple) else value

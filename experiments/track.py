@@ -34,14 +34,15 @@ def track_to(
             raise ValueError(f"{file}: holds another measurement (other prompts or heads); choose another --out")
         hashes = before.get("hashes", {})
     for step, checkpoint in tqdm(ladder, desc="track", disable=len(ladder) < 3):
-        digest = checkpoint.weight_hash()
-        if hashes.get(str(step)) == digest:
-            continue
         try:
-            rows = track_step(checkpoint.load(), measured, chosen, batch=batch)
+            digest = checkpoint.weight_hash()
+            if hashes.get(str(step)) == digest:
+                continue
+            model = checkpoint.load()
         except (ValueError, OSError) as error:
             warnings.warn(f"step {step} left out: {error}", stacklevel=2)
             continue
+        rows = track_step(model, measured, chosen, batch=batch)
         rows.insert(0, "step", step)
         rows.insert(1, "tokens", ladder.tokens(step))
         kept = done[done["step"] != step] if len(done) else done

@@ -22,7 +22,7 @@ from ..hooks.model import HybridLM
 from .config import RunConfig
 from .corpus import corpus, data_hash
 
-STATE = "resume.pt"
+STATE, LOG = "resume.pt", "loss.jsonl"
 
 
 def train(config: RunConfig, out: str | Path, *, progress: bool = True) -> Path:
@@ -34,7 +34,7 @@ def train(config: RunConfig, out: str | Path, *, progress: bool = True) -> Path:
     """
     folder = Path(out)
     t = config.train
-    device = torch.device(t.device if t.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    device = _device(t.device)
     if t.threads is not None:
         torch.set_num_threads(t.threads)
     source = corpus(config.data)
@@ -43,7 +43,8 @@ def train(config: RunConfig, out: str | Path, *, progress: bool = True) -> Path:
     optimizer = make_optimizer(model, config)
     folder.mkdir(parents=True, exist_ok=True)
     run = _start_or_resume(folder, config, data_hash(source, t.seed))
-    done = _restore(folder, model, optimizer, device)
+    done = _restore(folder, run, model, optimizer, device)
+    _forget_after(folder / LOG, done)
     forward: Any = model
     if t.compile == "on" or (t.compile == "auto" and device.type == "cuda"):
         forward = torch.compile(model)
@@ -63,7 +64,7 @@ def train(config: RunConfig, out: str | Path, *, progress: bool = True) -> Path:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         bar.set_postfix(loss=f"{loss:.3f}")
-        with open(folder / "loss.jsonl", "a") as log:
+        with open(folder / LOG, "a") as log:
             log.write(json.dumps({"step": step + 1, "loss": loss, "lr": optimizer.param_groups[0]["lr"]}) + "\n")
         if step + 1 in saves:
             _save(folder, run, model, optimizer, step + 1)
@@ -103,6 +104,18 @@ def schedule(step: int, warmup: int, steps: int) -> float:
     return min(1.0, (step + 1) / max(1, warmup)) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"train.device={name!r}: expected auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"train.device={name!r}: this machine has no CUDA device")
+    return device
+
+
 @contextlib.contextmanager
 def _autocast(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
@@ -118,21 +131,31 @@ def _start_or_resume(folder: Path, config: RunConfig, data: str) -> dict[str, An
     resolved = config.to_dict()
     if path.is_file():
         run = read_json(path)
-        changed = [k for k in ("model", "data", "train") if run["config"][k] != resolved[k]]
-        if changed or run["data_hash"] != data:
-            what = f"[{changed[0]}] differs" if changed else "its data differ"
+        before = run.get("config", {})
+        changed = [f"{s}.{k}" for s in resolved for k, v in resolved[s].items() if before.get(s, {}).get(k) != v]
+        if changed or run.get("data_hash") != data:
+            what = f"{changed[0]} differs" if changed else "its data differ"
             raise ValueError(f"{folder} holds another run ({what}); choose another --out or delete it")
         return run
     if any(folder.glob("step-*")):
         raise ValueError(f"{folder} holds checkpoints but no {RUN}; choose another --out")
-    return {
+    run = {
         "config": resolved, "seed": config.train.seed, "commit": commit(), "versions": versions(),
         "machine": machine(), "data_hash": data, "steps": [],
         "tokens_per_step": config.train.batch * config.data.length,
     }  # fmt: skip
+    _write_run(folder, run)
+    return run
 
 
-def _restore(folder: Path, model: HybridLM, optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+def _write_run(folder: Path, run: dict[str, Any]) -> None:
+    with atomic_file(folder / RUN) as temporary:
+        write_json(temporary, run)
+
+
+def _restore(
+    folder: Path, run: dict[str, Any], model: HybridLM, optimizer: torch.optim.Optimizer, device: torch.device
+) -> int:
     """Load the last checkpoint's state; returns its step, or -1 for a new run, or the last step of a finished one."""
     file = folder / STATE
     if file.is_file():
@@ -140,16 +163,26 @@ def _restore(folder: Path, model: HybridLM, optimizer: torch.optim.Optimizer, de
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         return int(state["step"])
-    steps = read_json(folder / RUN)["steps"] if (folder / RUN).is_file() else []
-    return max(steps, default=-1)
+    last = max(run["steps"], default=-1)
+    if 0 < last < run["config"]["train"]["steps"]:
+        raise ValueError(f"{file}: missing; the run stopped after step {last} and cannot go on without it")
+    return last
+
+
+def _forget_after(log: Path, step: int) -> None:
+    """Drop what a killed run logged after the step it is resumed from."""
+    if log.is_file():
+        lines = [line for line in log.read_text().splitlines(True) if line.endswith("\n")]  # the last may be cut off
+        kept = [line for line in lines if json.loads(line)["step"] <= step]
+        with atomic_file(log) as temporary:
+            temporary.write_text("".join(kept))
 
 
 def _save(folder: Path, run: dict[str, Any], model: HybridLM, optimizer: torch.optim.Optimizer, step: int) -> None:
     """The checkpoint, then run.json that lists it, then the state to resume from; each atomic."""
     save(model, folder / f"step-{step:06d}", {"step": step, "data": run["config"]["data"]})
     run["steps"] = sorted({*run["steps"], step})
-    with atomic_file(folder / RUN) as temporary:
-        write_json(temporary, run)
+    _write_run(folder, run)
     with atomic_file(folder / STATE) as temporary:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary)
 

@@ -31,7 +31,8 @@ def load(source: Any, **options: Any) -> Instrumented:
 
     `source`: a hybridscope checkpoint folder; a transformers checkpoint folder or hub id; a transformers model
     object; a HybridLM (returned as it is); or "smollm2", the packaged real model. Options go to the source's adapter
-    (`revision`, `dtype`, `device_map`, `trust_remote_code` for transformers; `dtype`, `device` for our own).
+    (`revision`, `dtype`, `device_map`, `trust_remote_code` for transformers; `dtype`, `device` for our own). `dtype`
+    defaults to what is stored.
 
     Raises FileNotFoundError where there is no checkpoint, ValueError for an unknown option, a truncated file, weights
     that do not fit the config, or NaN weights, each naming the thing.
@@ -74,9 +75,12 @@ def _load_own(folder: Path, *, dtype: Any = None, device: Any = None, **unknown:
     from .model import HybridLM
 
     _no_options(unknown, "a hybridscope checkpoint", ("dtype", "device"))
+    content = read_json(folder / CONFIG).get("model")
+    if not isinstance(content, dict):
+        raise ValueError(f"{folder / CONFIG}: has no model section")
     try:
-        model = HybridLM(HybridConfig.from_dict(read_json(folder / CONFIG)["model"]))
-    except (ValueError, KeyError, TypeError) as error:
+        model = HybridLM(HybridConfig.from_dict(content))
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from None
     file = folder / WEIGHTS
     if not file.is_file():
@@ -86,7 +90,7 @@ def _load_own(folder: Path, *, dtype: Any = None, device: Any = None, **unknown:
     except SafetensorError as error:
         raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from None
     check_weights(weights, model.state_dict(), str(file))
-    model.load_state_dict(weights)
+    model.to(weights["embed.weight"].dtype).load_state_dict(weights)
     if (folder / TOKENIZER).is_file():
         from transformers import PreTrainedTokenizerFast
 
@@ -120,10 +124,13 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
 def save(model: HybridLM, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
     """Write a checkpoint folder atomically, replacing an older one of the same name.
 
-    `extra` goes into config.json beside the model's config.
+    `extra` goes into config.json beside the model's config. ValueError for NaN weights, or a folder that holds
+    something else: it is not overwritten.
     """
     from safetensors.torch import save_file
 
+    if Path(folder).exists() and not _is_own(Path(folder)) and any(Path(folder).iterdir()):
+        raise ValueError(f"{folder}: holds something else than a hybridscope checkpoint; choose another folder")
     check_finite(model.state_dict().items(), f"save to {folder}")
     with atomic_folder(folder) as temporary:
         write_json(temporary / CONFIG, {"format": OWN, "model": model.config.to_dict(), **(extra or {})})
@@ -142,16 +149,21 @@ def atomic_folder(folder: str | Path) -> Iterator[Path]:
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     temporary.chmod(0o755)
+    old = temporary.with_name(temporary.name + ".old")
     try:
         yield temporary
         for file in temporary.iterdir():
             _sync(file)
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(old)
         temporary.rename(final)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if old.exists():
+            old.rename(final)
         raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -181,7 +193,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; ValueError names the file where it is not one."""
     try:
         data = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: expected a JSON object")

@@ -92,11 +92,14 @@ class HybridLM(Instrumented, HookedRootModule):
 
     def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Residual stream after the final norm, [B,T,D]."""
-        real = self._check(tokens, attention_mask)
+        first = 0 if cache is None else cache.columns
+        real = self._check(tokens, attention_mask, first)
+        if cache is not None:
+            cache.check_caps(self.sites)
         B, T = tokens.shape
         run = Pass(real, cache, B, T, tokens.device)
         for rec in self.recorders:
-            rec.start(real, 0 if cache is None else cache.columns)
+            rec.start(real, first)
         x = self.hook_embed(self.embed(tokens))
         for block in self.layers:
             x = block(x, run, self.recorders)
@@ -104,14 +107,14 @@ class HybridLM(Instrumented, HookedRootModule):
             cache.columns += T
         return self.ln_final(x)
 
-    def _check(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor | None:
+    def _check(self, tokens: Tensor, attention_mask: Tensor | None, first: int) -> Tensor | None:
         if torch.compiler.is_compiling():
             if self.recorders or self.context_level or any(site.active for site in self.sites):
                 refuse_switches()
             return None
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise ValueError(f"tokens: {tokens.dtype} of shape {tuple(tokens.shape)}; expected integer ids [B,T]")
-        self.check_length(tokens.shape[1])
+        self.check_length(first + tokens.shape[1])
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             low, high = int(tokens.min()), int(tokens.max())
             raise ValueError(f"tokens: ids {low}..{high} outside the vocabulary 0..{self.vocab_size - 1}")

@@ -8,6 +8,7 @@ count on. Users name rows and keys by column; kernels work with positions.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,17 @@ class Cache:
     def __init__(self) -> None:
         self.sites: dict[str, KVCache | StateCache] = {}
         self.columns = 0
+
+    def check_caps(self, sites: Iterable[Site]) -> None:
+        """ValueError where a recurrent site's cap is not the one its state was made under; before any site runs, so
+        that the refusal leaves the cache as it was."""
+        for site in sites:
+            entry = self.sites.get(site.name)
+            if isinstance(entry, StateCache) and entry.cap != site.cap:
+                raise ValueError(
+                    f"{site.name}: the cap of a recurrent site cannot change in the middle of a context "
+                    f"(cache made with cap={entry.cap}, now {site.cap}); start a new cache"
+                )
 
 
 @dataclasses.dataclass

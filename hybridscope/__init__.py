@@ -33,6 +33,8 @@ _HOME = {
     "qk_drift": "probes.drift",
     "gradient_influence": "probes.influence",
     "perplexity": "probes.perplexity",
+    "TokenLanguage": "probes.haystacks",
+    "needles_for": "experiments.sources",
 }
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Needles",
     "Site",
     "Stats",
+    "TokenLanguage",
     "__version__",
     "attention_stats",
     "cap_sweep",
@@ -53,6 +56,7 @@ __all__ = [
     "load",
     "make_needles",
     "needle_accuracy",
+    "needles_for",
     "needles_from_texts",
     "perplexity",
     "probe_layers",
@@ -79,6 +83,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from . import figures
+    from .experiments.sources import needles_for
     from .hooks.checkpoint import load
     from .hooks.config import HybridConfig, ratio
     from .hooks.kernels.attention_stats import AttentionStats, attention_stats
@@ -88,6 +93,7 @@ if TYPE_CHECKING:
     from .hooks.sites import Site
     from .probes.capsweep import cap_sweep
     from .probes.drift import qk_drift
+    from .probes.haystacks import TokenLanguage
     from .probes.influence import gradient_influence
     from .probes.layerwise import LayerwiseProbe, probe_layers
     from .probes.needles import Needles, make_needles, needle_accuracy, needles_from_texts

@@ -28,13 +28,13 @@ def cap_sweep(
 ) -> pd.DataFrame:
     """Needle accuracy and log-perplexity under every cap.
 
-    [kind, layer, window, sinks, binds, log_ppl, delta_log_ppl, needle_accuracy, delta_needle_accuracy, reach]. The first
-    row, kind "none", is the uncapped model; `layer` is -1 where a whole kind is capped and a layer's number with
+    [kind, layer, window, sinks, binds, log_ppl, delta_log_ppl, needle_accuracy, delta_needle_accuracy, reach]. The
+    first row, kind "none", is the uncapped model; `layer` is -1 where a whole kind is capped and a layer's number with
     `by_layer`. `log_ppl` (nats a token, `texts` [N,T]) is over the same positions for all settings: those at or after
     the largest window of the sweep. `binds` is False where a cap cannot change anything (it is no tighter than the
-    site's own window, or as long as the input): such a setting is not run and repeats the uncapped row. `reach`: how
-    far the capped stack still sees (NaN: unbounded). Recurrent sites are run without sinks (arXiv 2606.15378, section
-    on receptive-field caps).
+    site's own window, or with its sinks as long as the input): such a setting is not run and repeats the uncapped
+    row. `reach`: how far the capped stack still sees (NaN: unbounded). Recurrent sites are run without sinks (arXiv
+    2606.15378, section on receptive-field caps).
 
     Raises ValueError for a kind the model does not have, or when neither needles nor texts are given.
 
@@ -62,7 +62,7 @@ def cap_sweep(
     ]
     for kind, sites, window, sink in tqdm(settings, desc="caps", disable=None):
         layer = sites[0].layer if by_layer else -1
-        binds = window < length and any(s.window is None or window < s.window for s in sites)
+        binds = window + sink < length and any(s.window is None or window < s.window for s in sites)
         with model.cap({(s.layer, s.index): window for s in sites}, sinks=sink):
             result = _measure(model, needles, texts, first, batch) if binds else base
             rows.append(_row(kind, layer, window, sink, binds, result, base, model.reach()))

@@ -31,6 +31,9 @@ class TokenLanguage:
     MARKER = 1
 
     def __post_init__(self) -> None:
+        for name in ("keys", "values", "branching"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected >= 1")
         if self.vocab_size < self.first_filler + self.branching:
             raise ValueError(
                 f"vocab_size={self.vocab_size}: 2 special tokens, {self.keys} keys, {self.values} values and "
@@ -75,7 +78,7 @@ class TokenLanguage:
     def sample(
         self, rng: np.random.Generator, length: int, depth: float, value: int, distractors: int
     ) -> dict[str, Any]:
-        """tokens, answer, removed, key, text (None: this haystack is never shared), spans by name."""
+        """tokens, answer, removed, key, text (a number no other haystack has), spans by name."""
         needed = 1 + 3 * (1 + distractors) + 2
         if length < needed:
             raise ValueError(
@@ -105,7 +108,8 @@ class TokenLanguage:
         for out in (tokens, removed):
             out[-2:] = [self.MARKER, keys[0]]
         return {
-            "tokens": tokens, "removed": removed, "answer": [value], "key": int(keys[0]), "text": int(rng.integers(2**62)),
+            "tokens": tokens, "removed": removed, "answer": [value], "key": int(keys[0]),
+            "text": int(rng.integers(2**62)),
             "spans": {
                 "needle": (start, start + 3), "key": (start + 1, start + 2), "value": (start + 2, start + 3),
                 "question": (length - 2, length),
@@ -141,6 +145,8 @@ class TextHaystack:
         self, rng: np.random.Generator, length: int, depth: float, value: str, distractors: int
     ) -> dict[str, Any]:
         """As `TokenLanguage.sample`; `text` is the number of the document and of its first sentence."""
+        if 1 + distractors > len(self.keys):
+            raise ValueError(f"distractors={distractors}: there are only {len(self.keys)} keys")
         picked = rng.choice(len(self.keys), 1 + distractors, replace=False)
         facts = [(self.keys[picked[0]], value)]
         facts += [(self.keys[k], self.fresh_value(rng)) for k in picked[1:]]
@@ -159,6 +165,9 @@ class TextHaystack:
             ids, spans, free = self._encode(sentences, facts, at)
             surplus = len(ids) - 1 - length
             wanted += max(0, -surplus)
+        if surplus > len(free):  # a needle inside a text can take more tokens than one that begins it
+            needed = len(ids) - 1 - len(free)
+            raise ValueError(f"length={length}: needle, question and answer take {needed} tokens here")
         cut = np.array(free[:surplus], dtype=np.int64)
         ids = np.delete(np.array(ids), cut)
         spans = {n: (a - int((cut < a).sum()), b - int((cut < b).sum())) for n, (a, b) in spans.items()}
@@ -233,6 +242,8 @@ def text_haystack(
     elif texts is None:
         texts = addresses()
     documents = [[s for s in re.split(r"(?<=[.!?])\s+", text.strip()) if s] for text in texts]
+    if not any(documents):
+        raise ValueError("texts: there is no sentence in them")
     return TextHaystack(tokenizer, [d for d in documents if d], needle, question, keys)
 
 

@@ -93,15 +93,16 @@ def probe_layers(
     shuffled among the samples, and prompts whose needle was replaced by haystack. `gain` on `mid` rows: accuracy
     after the mixer minus before it.
 
-    Raises ValueError for fewer than 5 samples in a class or NaN activations (naming the first layer). Protocol:
-    arXiv 2606.15378; scikit-learn's LogisticRegression, C = 0.1.
+    Raises ValueError for fewer than 5 samples in a class, fewer than 5 groups, or NaN activations (naming the first
+    layer). Protocol: arXiv 2606.15378; scikit-learn's LogisticRegression, C = 0.1.
 
     >>> hs.probe_layers(model, needles).query("control == 'none' and where == 'post'")
     """
     if target not in ("value", "depth"):
         raise ValueError(f'target={target!r}: expected "value" or "depth"')
     y = needles.labels[target].numpy()
-    _check_classes(y, target)
+    group = needles.group.numpy()
+    _check_classes(y, group, target)
     places: list[tuple[int, Where]] = [(layer, w) for layer in sorted({s.layer for s in model.sites}) for w in where]
     features = extract(model, needles, places, position=position, batch=batch)
     sets = {"none": (features, y)}
@@ -113,7 +114,6 @@ def probe_layers(
         bare = extract(model, needles, places, removed=True, position=position, batch=batch)
         sets["removed"] = (bare, y)
     chance = float(np.bincount(y).max() / len(y))
-    group = needles.group.numpy()
     rows = []
     for control, (X, labels) in sets.items():
         hits, tested = _cross(X, labels, group, seeds, C, f"probe {target} ({control})")
@@ -198,7 +198,7 @@ def _with_gain(table: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-def _check_classes(y: np.ndarray, target: str) -> None:
+def _check_classes(y: np.ndarray, group: np.ndarray, target: str) -> None:
     if (y < 0).any():
         raise ValueError(f"needles: no {target!r} classes; make them with a number of candidate values")
     counts = np.bincount(y)
@@ -208,3 +208,6 @@ def _check_classes(y: np.ndarray, target: str) -> None:
             f"needles: {len(y)} samples over {(counts > 0).sum()} classes of {target!r}, the smallest with {least}; "
             "a probe needs two classes and at least 5 samples in each"
         )
+    groups = len(np.unique(group))
+    if groups < 5:
+        raise ValueError(f"needles: {groups} groups of haystack, key and depth; a split needs at least 5")

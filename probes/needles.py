@@ -39,7 +39,8 @@ class Needles:
 
     `tokens` [N,T]: haystack, needle and question, then all answer tokens but the last, so that the last column
     predicts the last answer token. `answer_rows` [N,A]: columns whose prediction is the answer, `answers` [N,A] what
-    they should predict; -1 pads shorter answers. `spans`: needle, key, value, question -> [N,2] half-open columns.
+    they should predict; -1 pads shorter answers. `spans`: needle, key, value, question (from your own texts: needle
+    and value, both the answer) -> [N,2] half-open columns.
     `labels`: "value" -> candidate index, "depth" -> depth bin, each [N] (-1: not a class). `group` [N]: samples that
     share haystack text, key and depth bin. `depth` [N] in [0,1]. `removed` [N,T]: the same prompts with haystack in
     the needle's place. `attention_mask` [N,T] only where prompts differ in length (left-padded).
@@ -129,8 +130,11 @@ def make_needles(
     >>> needles.tokens.shape
     torch.Size([64, 96])
     """
-    if n < 1:
-        raise ValueError(f"n={n}: expected at least one sample")
+    for name, given, least in (("n", n, 1), ("depth_bins", depth_bins, 1), ("distractors", distractors, 0)):
+        if given < least:
+            raise ValueError(f"{name}={given}: expected >= {least}")
+    if isinstance(values, int) and values < 1:
+        raise ValueError(f"values={values}: expected at least one candidate")
     low, high = depth
     if not 0 <= low <= high <= 1:
         raise ValueError(f"depth={depth}: expected 0 <= low <= high <= 1")
@@ -158,12 +162,13 @@ def make_needles(
 
 
 def _stack(samples: list[dict[str, Any]], drawn: np.ndarray, bins: int, classes: int) -> Needles:
-    size = {len(s["answer"]) for s in samples}
-    if len(size) > 1:
-        raise ValueError(f"values: candidates take {sorted(size)} tokens; give values of one token length")
     tokens = torch.tensor(np.array([s["tokens"] for s in samples]))
-    A, T = size.pop(), tokens.shape[1]
-    rows = torch.arange(T - A, T).expand(len(samples), A).clone()
+    N, T = tokens.shape
+    A = max(len(s["answer"]) for s in samples)
+    rows, answers = torch.full((N, A), -1), torch.full((N, A), -1)
+    for i, s in enumerate(samples):
+        a = len(s["answer"])
+        rows[i, :a], answers[i, :a] = torch.arange(T - a, T), torch.tensor(s["answer"])
     # Where the needle came to stand, sentence ends and rounding considered.
     room = np.array([s["spans"]["question"][0] - (s["spans"]["needle"][1] - s["spans"]["needle"][0]) for s in samples])
     depths = np.minimum([s["spans"]["needle"][0] for s in samples] / np.maximum(room, 1), 1.0)
@@ -173,7 +178,7 @@ def _stack(samples: list[dict[str, Any]], drawn: np.ndarray, bins: int, classes:
     return Needles(
         tokens=tokens,
         answer_rows=rows,
-        answers=torch.tensor(np.array([s["answer"] for s in samples])),
+        answers=answers,
         spans={name: torch.tensor([s["spans"][name] for s in samples]) for name in SPANS},
         labels={"value": torch.tensor(drawn), "depth": torch.tensor(depth_bin)},
         group=torch.tensor([number[key] for key in keys]),
@@ -195,8 +200,8 @@ def needles_from_texts(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> Nee
     kept = []
     for number, row in enumerate(rows):
         text, outputs = row.get("input"), row.get("outputs")
-        outputs = [outputs] if isinstance(outputs, str) else outputs
-        if not text or not outputs:
+        outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
+        if not text or not outputs or outputs[0] in (None, ""):
             left_out[number] = "lacks `input` or `outputs`"
             continue
         answer = str(outputs[0])

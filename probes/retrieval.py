@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -46,6 +47,8 @@ def retrieval_heads(
         raise ValueError(f'score={score!r}: expected "copy" or "mass"')
     if rows not in ("answer", "published"):
         raise ValueError(f'rows={rows!r}: expected "answer" or "published"')
+    if rows == "published" and score == "copy":
+        raise ValueError('rows="published" lies before the answer, where nothing is copied; it goes with score="mass"')
     sites = ranked_sites(model, full_only)
     if only_answered:
         ok = answered(model, needles, batch)
@@ -76,7 +79,7 @@ def head_scores(
     """Per sample and head, [N,H] in fp64: `copy` and `mass` at the answer rows and, over the last `last_rows` rows,
     mean `entropy` (nats) and `entropy_norm`."""
     device = next(model.parameters()).device
-    moved = needles.to(device)
+    moved, spans = needles.to(device), needles.spans["value"].to(device)
     A = needles.answer_rows.shape[1]
     T = needles.tokens.shape[1]
     real = (moved.answer_rows >= 0)[..., None]
@@ -84,7 +87,7 @@ def head_scores(
     if published_row:
         answer = (answer[:, :1] - 1).expand(-1, A)
     tail = torch.arange(T - last_rows, T, device=device).expand(len(needles), -1)
-    wanted = Stats(rows=torch.cat([answer, tail], 1), labels=moved_labels(needles, device))
+    wanted = Stats(rows=torch.cat([answer, tail], 1), labels=needles.key_labels().to(device))
     with torch.no_grad(), model.record(stats=wanted) as rec:
         model.hidden(moved.tokens, moved.attention_mask)
     out = {}
@@ -94,8 +97,7 @@ def head_scores(
         mass = (s.mass[:, :A, :, 0].double() * real).sum(1) / count
         top = s.top1[:, :A]
         columns = torch.arange(T, device=device)
-        span = moved.spans["value"].to(device)
-        inside = ((columns >= span[:, :1]) & (columns < span[:, 1:])).gather(1, top.flatten(1)).view_as(top)
+        inside = ((columns >= spans[:, :1]) & (columns < spans[:, 1:])).gather(1, top.flatten(1)).view_as(top)
         same = moved.tokens.gather(1, top.flatten(1)).view_as(top) == moved.answers[..., None]
         copied = ((inside & same & real).sum(1)).double() / count
         out[site] = {
@@ -107,19 +109,12 @@ def head_scores(
     return out
 
 
-def moved_labels(needles: Needles, device: Any) -> Tensor:
-    """`needles.key_labels()` on a device."""
-    return needles.key_labels().to(device)
-
-
 @torch.no_grad()
 def emitted(model: Any, needles: Needles, batch: int = 16) -> Needles:
     """The same prompts with the answer that greedy decoding gives in place of the right one.
 
     Scoring that sequence in one pass equals scoring during decoding, since whole pass = token by token.
     """
-    import dataclasses
-
     if bool((needles.answer_rows < 0).any()):
         raise ValueError("generate=True needs answers of one length")
     tokens, answers = needles.tokens.clone(), needles.answers.clone()

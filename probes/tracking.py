@@ -27,11 +27,12 @@ def track(
 ) -> pd.DataFrame:
     """Follow heads through training.
 
-    [step, tokens, layer, site, head, kind, entropy, entropy_norm, mass, copy, accuracy]. `heads`: (layer, head) or (layer, site, head) tuples; "all" full-attention heads; None: the `top` heads by needle
-    mass at the final step, chosen on the first half of the prompts and measured on the second. `entropy` (nats, and
-    normalised by log visible keys) is the mean over the last `last_rows` query rows; `mass` and `copy` are at the
-    answer rows; all prompts count, answered or not, with the accuracy beside them (arXiv 2606.15378, sections on
-    retrieval-head formation). A step that fails to load is warned about and left out.
+    [step, tokens, layer, site, head, kind, entropy, entropy_norm, mass, copy, accuracy]. `heads`: (layer, head) or
+    (layer, site, head) tuples; "all" full-attention heads; None: the `top` heads by needle mass at the final step,
+    chosen on the first half of the prompts and measured on the second. `entropy` (nats, and normalised by log visible
+    keys) is the mean over the last `last_rows` query rows; `mass` and `copy` are at the answer rows; all prompts
+    count, answered or not, with the accuracy beside them (arXiv 2606.15378). A step that fails to load is warned about
+    and left out.
 
     Raises ValueError for a head outside the model, or a ladder of which nothing loads.
 

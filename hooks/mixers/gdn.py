@@ -68,11 +68,6 @@ class GatedDeltaNet(nn.Module):
         H, K, V = site.heads, site.key_dim, site.value_dim
         cache = run.cache.sites.get(site.name) if run.cache is not None else None
         assert cache is None or isinstance(cache, StateCache)
-        if cache is not None and cache.cap != site.cap:
-            raise ValueError(
-                f"{site.name}: the cap of a recurrent site cannot change in the middle of a context "
-                f"(cache made with cap={cache.cap}, now {site.cap}); start a new cache"
-            )
         projected = run.compact(torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1))
         mixed = run.restore(self.conv(projected, None if cache is None else cache.conv))
         q, k, v = mixed.split([self.key_heads * K, self.key_heads * K, H * V], -1)

@@ -249,7 +249,7 @@ def test_softmax_caps_may_change_mid_context() -> None:
 
 
 def test_a_recurrent_cap_may_not_change_mid_context() -> None:
-    model, tokens = one("gdn"), tokens_of(1, T)
+    model, tokens = model_of("full", "gdn"), tokens_of(1, T)
     for before, after in itertools.permutations([None, 5, 6], 2):
         cache = Cache()
         with model.cap(recurrent=before):
@@ -568,6 +568,27 @@ def test_knockout_mistakes_are_named(options: dict[str, Any], message: str) -> N
     with pytest.raises(ValueError, match=message), model.knockout(**options):
         pass
     assert not any(site.active for site in model.sites)
+
+
+@pytest.mark.parametrize("score", [{}, {"softcap": 1.5}, {"sink_logits": [0.5, -1.0, 3.0, 0.0]}], ids=str)
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_knockout_under_foreign_scores(score: dict[str, Any], sinks: int) -> None:
+    """Soft caps and learnable sinks, as transformers models bring them, against the reference without those keys."""
+    if "sink_logits" in score:
+        score = {"sink_logits": torch.tensor(score["sink_logits"], dtype=torch.float64)}
+    model = one("full")
+    q, k, v = (torch.randn(2, 12, n, 4).double() for n in (4, 2, 2))
+    column = torch.arange(12)
+    cut_keys = torch.where(torch.isin(column, torch.tensor([1, 7, 9])), -1, column)[None]
+    with model.cap(full=6, sinks=sinks), model.knockout(rows=[10, 4], keys=[1, 7, 9]):
+        z = attend.attend(model.sites[0], q, k, v, scale=0.8, **score)
+    for row in range(12):
+        k_pos = cut_keys if row in (4, 10) else column[None]
+        expected = attention.attention_reference(
+            q=q[:, row : row + 1], k=k, v=v, scale=0.8, window=6, sinks=sinks, q_pos=column[None, row : row + 1],
+            k_pos=k_pos, **score,
+        )  # fmt: skip
+        assert_close(z[:, row : row + 1], expected)
 
 
 def test_knockout_of_another_batch_is_refused() -> None:

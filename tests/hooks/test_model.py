@@ -436,8 +436,11 @@ def test_bad_tokens_are_named() -> None:
 def test_context_is_a_limit() -> None:
     model = model_of("full", context=6)
     model(tokens_of(1, 6))
-    with pytest.raises(ValueError, match="7 are longer than the model's context of 6"):
-        model(tokens_of(1, 7))
+    cache = Cache()
+    model(tokens_of(1, 4), cache=cache)
+    for call in (lambda: model(tokens_of(1, 7)), lambda: model(tokens_of(1, 3), cache=cache)):
+        with pytest.raises(ValueError, match="7 are longer than the model's context of 6"):
+            call()
     with pytest.raises(ValueError, match="context"):
         model.generate(tokens_of(1, 4), max_new_tokens=3)
 

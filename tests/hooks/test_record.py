@@ -275,6 +275,20 @@ def test_cached_calls_continue_along_the_rows(model: HybridLM) -> None:
                 assert_close(value.double(), whole.stats(layer).fields()[name].double(), "model")
 
 
+def test_labels_of_the_prompt_serve_what_is_generated(model: HybridLM) -> None:
+    """Keys that came after the labels are in no set."""
+    tokens = tokens_of(2, 9)
+    labels = torch.ones(2, 9, dtype=torch.bool)
+    with model.record(stats=Stats(rows=[-1], labels=labels)) as rec:
+        out = model.generate(tokens, max_new_tokens=5)
+    wide = torch.nn.functional.pad(labels, (0, 4))
+    with model.record(stats=Stats(rows=list(range(8, 13)), labels=wide)) as whole:
+        model(out[:, :-1])
+    for layer in SOFTMAX:
+        assert_close(rec.stats(layer).mass, whole.stats(layer).mass, "model")
+    assert (rec.stats(0).mass[:, -1] == 0).all()  # the prompt left the window of 4
+
+
 def test_cached_calls_continue_along_the_positions(model: HybridLM) -> None:
     tokens, cache = tokens_of(2, T), Cache()
     with model.record(resid=list(range(T))) as whole:

