@@ -12,7 +12,7 @@ from ..probes.needles import Needles, make_needles
 
 def needles_for(
     model: Any, source: str | Path, n: int, *, length: int | None = None, haystack: str | None = None,
-    values: int | None = None, depth: tuple[float, float] = (0.0, 1.0), distractors: int = 0, seed: int = 0,
+    values: int | None = None, depth: tuple[int | float, int | float] = (0, 1), distractors: int = 0, seed: int = 0,
 ) -> Needles:  # fmt: skip
     """N needle prompts in the language of `model`, loaded from `source`.
 

@@ -34,7 +34,7 @@ _HOME = {
     "gradient_influence": "probes.influence",
     "perplexity": "probes.perplexity",
     "TokenLanguage": "probes.haystacks",
-    "needles_for": "experiments.sources",
+    "language_of": "experiments.sources",
 }
 
 __all__ = [
@@ -53,10 +53,10 @@ __all__ = [
     "figures",
     "gradient_influence",
     "ladder",
+    "language_of",
     "load",
     "make_needles",
     "needle_accuracy",
-    "needles_for",
     "needles_from_texts",
     "perplexity",
     "probe_layers",
@@ -83,7 +83,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from . import figures
-    from .experiments.sources import needles_for
+    from .experiments.sources import language_of
     from .hooks.checkpoint import load
     from .hooks.config import HybridConfig, ratio
     from .hooks.kernels.attention_stats import AttentionStats, attention_stats

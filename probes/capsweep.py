@@ -92,7 +92,7 @@ def _measure(model: Any, needles: Needles | None, texts: Tensor | None, first: i
 
 
 def _row(
-    kind: str, layer: int, window: float, sinks: int, binds: bool, result: tuple[float, float],
+    kind: str, layer: int, window: int | float, sinks: int, binds: bool, result: tuple[float, float],
     base: tuple[float, float], reach: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     return {

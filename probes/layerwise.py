@@ -31,7 +31,7 @@ class LayerwiseProbe(ClassifierMixin, BaseEstimator):
     >>> LayerwiseProbe().fit(X_train, y_train).score_layers(X_test, y_test)
     """
 
-    def __init__(self, C: float = 0.1, max_iter: int = 1000) -> None:
+    def __init__(self, C: int | float = 0.1, max_iter: int = 1000) -> None:
         self.C = C
         self.max_iter = max_iter
 
@@ -80,7 +80,7 @@ def probe_layers(
     position: Tensor | Literal["query"] = "query",
     controls: Sequence[Literal["shuffled", "removed"]] = ("shuffled", "removed"),
     seeds: int = 5,
-    C: float = 0.1,
+    C: int | float = 0.1,
     batch: int = 32,
 ) -> pd.DataFrame:
     """Probe accuracy for the needle's value or depth bin along the layers.
@@ -161,7 +161,7 @@ def extract(
 
 
 def _cross(
-    X: np.ndarray, y: np.ndarray, group: np.ndarray, seeds: int, C: float, what: str
+    X: np.ndarray, y: np.ndarray, group: np.ndarray, seeds: int, C: int | float, what: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """How often each sample was predicted right, [places,N], and how often it was tested, [N], over the seeds."""
     # The same residual stream stands after one layer and before the next: fit it once.

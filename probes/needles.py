@@ -109,7 +109,7 @@ def make_needles(
     haystack: Name = "tokens",
     tokenizer: Any = None,
     values: int | Sequence[str] | None = 8,
-    depth: tuple[float, float] = (0.0, 1.0),
+    depth: tuple[int | float, int | float] = (0, 1),
     depth_bins: int = 10,
     distractors: int = 0,
     seed: int = 0,

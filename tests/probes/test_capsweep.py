@@ -1,0 +1,203 @@
+"""Capping one kind of layer: what binds, what breaks, over the same positions for every window."""
+
+from __future__ import annotations
+
+import math
+
+import planted
+import pytest
+import torch
+from helpers import model_of, tokens_of
+from planted import needles
+
+import hybridscope as hs
+from hybridscope.probes import capsweep
+
+COLUMNS = [
+    "kind", "layer", "window", "sinks", "binds", "log_ppl", "delta_log_ppl", "needle_accuracy",
+    "delta_needle_accuracy", "reach",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    return planted.planted()
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return needles(30)
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    return model_of("swa:4", "gdn", "full", "nope", n_kv_heads=2)
+
+
+def at(table, **where):
+    for name, value in where.items():
+        table = table[table[name] == value]
+    assert len(table) == 1
+    return table.iloc[0]
+
+
+# What breaks
+
+
+def test_full_layers_lose_exactly_the_needles_that_lie_beyond_the_cap(model, prompts):
+    windows = [5, 15, 30, 45]
+    table = hs.cap_sweep(model, prompts, kinds=["full"], windows=windows, sinks=(0,))
+    assert at(table, kind="none")["needle_accuracy"] == 1
+    for window in windows:
+        seen = (prompts.distance < window).float().mean().item()
+        row = at(table, kind="full", window=window)
+        assert row["needle_accuracy"] == pytest.approx(seen, abs=1e-6)
+        assert row["delta_needle_accuracy"] == pytest.approx(seen - 1, abs=1e-6)
+
+
+def test_the_window_layer_breaks_it_only_below_its_own_window(model, prompts):
+    table = hs.cap_sweep(model, prompts, kinds=["window"], windows=[1, 2, 3], sinks=(0,))
+    assert at(table, window=1)["needle_accuracy"] < 0.5
+    for window in (2, 3):
+        assert not at(table, window=window)["binds"]
+        assert at(table, window=window)["needle_accuracy"] == 1
+
+
+def test_one_layer_at_a_time(model, prompts):
+    """Layer 1 reads the needle, layer 2 nothing."""
+    table = hs.cap_sweep(model, prompts, kinds=["full"], windows=[5], sinks=(0,), by_layer=True)
+    assert table["layer"].tolist() == [-1, 1, 2]
+    assert at(table, layer=1)["needle_accuracy"] < 0.5
+    assert at(table, layer=2)["needle_accuracy"] == 1
+    assert at(table, layer=2)["binds"]
+    assert table["reach"].isna().all()  # the other full layer still sees everything
+
+
+def test_sinks_keep_the_first_tokens_visible(model):
+    """Needles within the first four tokens survive any cap that spares them."""
+    made = needles(40, depth=(0, 0))
+    assert (made.spans["value"] <= 4).all()
+    table = hs.cap_sweep(model, made, kinds=["full"], windows=[5], sinks=(0, 4))
+    assert at(table, kind="full", sinks=0)["needle_accuracy"] == 0
+    assert at(table, kind="full", sinks=4)["needle_accuracy"] == 1
+
+
+# Perplexity
+
+
+def test_log_perplexity_is_over_the_same_positions_for_every_window(hybrid):
+    """Rows from the largest window on, each setting by hand."""
+    texts = tokens_of(5, 40)
+    windows = [4, 7, 20]
+    table = hs.cap_sweep(hybrid, texts=texts, kinds=["full", "recurrent"], windows=windows, sinks=(0,), batch=2)
+    base = hybrid.loss(texts, per_token=True)[:, 20:].mean().item()
+    assert at(table, kind="none")["log_ppl"] == pytest.approx(base, abs=1e-12)
+    for kind in ("full", "recurrent"):
+        for window in windows:
+            with hybrid.cap(**{kind: window}):
+                expected = hybrid.loss(texts, per_token=True)[:, 20:].mean().item()
+            row = at(table, kind=kind, window=window)
+            assert row["log_ppl"] == pytest.approx(expected, abs=1e-12)
+            assert row["delta_log_ppl"] == row["log_ppl"] - at(table, kind="none")["log_ppl"]
+            assert row["delta_log_ppl"] != 0
+
+
+def test_what_was_not_given_is_nan(hybrid, model, prompts):
+    texts_only = hs.cap_sweep(hybrid, texts=tokens_of(2, 30), kinds=["full"], windows=[8], sinks=(0,))
+    assert texts_only["needle_accuracy"].isna().all()
+    assert texts_only["log_ppl"].notna().all()
+    needles_only = hs.cap_sweep(model, prompts, kinds=["full"], windows=[8], sinks=(0,))
+    assert needles_only["log_ppl"].isna().all()
+    assert list(needles_only) == list(texts_only) == COLUMNS
+
+
+# What binds
+
+
+def test_a_cap_binds_only_where_it_can_change_something(hybrid):
+    length = 24
+    table = hs.cap_sweep(hybrid, texts=tokens_of(2, length + 8), windows=[4], sinks=(0,))
+    assert table["kind"].tolist() == ["none", "window", "recurrent", "full"]
+    assert table["binds"].tolist() == [False, False, True, True]  # the window is 4 itself
+
+    made = hs.make_needles(4, length)
+    made.tokens %= 41
+    windows = [3, 4, 5, length - 1, length, length + 1, 10 * length]
+    swept = hs.cap_sweep(hybrid, made, kinds=["full", "window"], windows=windows, sinks=(0,))
+    full, window = (swept.query("kind == @k")["binds"].tolist() for k in ("full", "window"))
+    assert full == [True] * 4 + [False] * 3
+    assert window == [True] + [False] * 6
+
+
+def test_sinks_that_fill_the_gap_leave_nothing_to_hide(hybrid):
+    made = hs.make_needles(4, 24)
+    made.tokens %= 41
+    table = hs.cap_sweep(hybrid, made, kinds=["full"], windows=[19, 20], sinks=(0, 4))
+    assert table["binds"].tolist() == [False, True, True, True, False]
+    with hybrid.cap(full=20, sinks=4):
+        capped = hybrid(made.tokens)
+    assert (capped - hybrid(made.tokens)).abs().max() < 1e-12
+
+
+def test_settings_that_cannot_bind_are_not_run_and_repeat_the_uncapped_row(hybrid, monkeypatch):
+    runs = []
+    measure = capsweep._measure
+    monkeypatch.setattr(capsweep, "_measure", lambda *args: runs.append(1) or measure(*args))
+    table = hs.cap_sweep(hybrid, texts=tokens_of(2, 30), kinds=["window"], windows=[2, 4, 16], sinks=(0, 2))
+    assert len(runs) == 1 + 2  # uncapped, and window 2 with both sinks
+    loose = table.query("kind == 'window' and not binds")
+    assert len(loose) == 4
+    assert (loose["log_ppl"] == table["log_ppl"].iloc[0]).all()
+    assert (loose["delta_log_ppl"] == 0).all()
+
+
+def test_recurrent_sites_run_without_sinks(hybrid):
+    table = hs.cap_sweep(hybrid, texts=tokens_of(1, 30), windows=[8], sinks=(0, 4))
+    assert table.query("kind == 'recurrent'")["sinks"].tolist() == [0]
+    assert table.query("kind == 'full'")["sinks"].tolist() == [0, 4]
+
+
+# Reach
+
+
+def test_reach_is_that_of_the_capped_stack():
+    model = model_of("swa:4", "full")
+    table = hs.cap_sweep(model, texts=tokens_of(1, 30), windows=[3, 8], sinks=(0, 4))
+    assert math.isnan(table["reach"].iloc[0])
+    assert at(table, kind="full", window=8, sinks=0)["reach"] == 1 + 3 + 7
+    assert math.isnan(at(table, kind="full", window=8, sinks=4)["reach"])  # sinks are seen from everywhere
+    assert math.isnan(at(table, kind="window", window=3, sinks=0)["reach"])
+
+
+def test_the_model_is_left_uncapped(model, prompts):
+    hs.cap_sweep(model, prompts, windows=[5])
+    assert not any(site.active for site in model.sites)
+    assert hs.needle_accuracy(model, prompts) == 1
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"kinds": ["conv"]}, "no 'conv' sites; it has: window, full"),
+        ({"windows": []}, "windows"),
+        ({"windows": [0, 8]}, "windows"),
+        ({"texts": torch.zeros(1, 9, dtype=torch.int64)}, "9 tokens; the largest window 8"),
+        ({"sinks": (-1,)}, "sinks=-1"),
+    ],
+)
+def test_what_cannot_be_measured_is_an_error(model, prompts, options, named):
+    with pytest.raises(ValueError, match=named):
+        hs.cap_sweep(model, prompts, **{"windows": [8], **options})
+
+
+def test_needles_or_texts_are_needed(model):
+    with pytest.raises(ValueError, match="needles, texts, or both"):
+        hs.cap_sweep(model, windows=[8])
+
+
+def test_a_cap_shorter_than_a_convolution_is_an_error(hybrid):
+    with pytest.raises(ValueError, match="convolution"):
+        hs.cap_sweep(hybrid, texts=tokens_of(1, 20), kinds=["recurrent"], windows=[2])
