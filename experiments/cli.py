@@ -13,7 +13,9 @@ import tyro
 if TYPE_CHECKING:
     import pandas as pd
 
-Source = Annotated[str, tyro.conf.Positional]
+Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
+Config = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
+Table = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TABLE")]
 Haystack = Literal["tokens", "repeat", "essay"]
 Set = Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="A.B=VALUE"), tyro.conf.UseAppendAction]
 Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="A,B")]
@@ -39,7 +41,7 @@ def demo(out: Path = RUNS / "demo", set_: Set = (), json_: Annotated[bool, tyro.
     print(json.dumps(result.numbers) if json_ else f"Look at {result.folder / 'figures'}.")
 
 
-def train(config: Source, out: Path | None = None, set_: Set = (), dry_run: bool = False) -> None:
+def train(config: Config, out: Path | None = None, set_: Set = (), dry_run: bool = False) -> None:
     """Train a hybrid and keep its checkpoints as a ladder; run again to resume.
 
     Args:
@@ -302,7 +304,7 @@ def perplexity(
     _keep(table, "perplexity", source, file, figures.perplexity(table), n=n, seed=seed)
 
 
-def plot(table: Source, drift: Path | None = None, out: Path | None = None) -> None:
+def plot(table: Table, drift: Path | None = None, out: Path | None = None) -> None:
     """Draw the figure that belongs to a saved table.
 
     Args:
@@ -395,6 +397,9 @@ COMMANDS = {
 def main(args: list[str] | None = None) -> None:
     """Run one command; a user's mistake is one line on stderr and exit status 2."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # Threads that wait asleep, set before torch loads: spinning ones make a small model many times slower whenever
+    # something else runs on the machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="hybridscope", description=__doc__, args=args)
     except (ValueError, OSError, ImportError) as error:

@@ -77,8 +77,8 @@ def demo(out: str | Path, overrides: list[str] | None = None, *, progress: bool 
     made["caps"] = cap_sweep(
         final, measure, kinds=["full", "window"], windows=sorted({half_window, 8, FULL_CAP, 32, 64}), batch=64
     )
-    probed = needles(30 * language.values, seed=3)
-    made["probe"] = probe_layers(final, probed, seeds=3, batch=128)
+    probed = needles(20 * language.values, seed=3)
+    made["probe"] = probe_layers(final, probed, seeds=2, batch=128)
     asked = needles(64, seed=4, length=length - 1)
     whole = torch.cat([asked.tokens, asked.answers], 1)
     made["influence"] = gradient_influence(final, whole, rows=[length - 2], bins=16)

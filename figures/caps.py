@@ -24,9 +24,7 @@ def measured(table: Rows, figure: str, columns: dict[str, str]) -> list[str]:
     """Those of the columns that hold numbers; ValueError if none does."""
     found = [column for column in columns if has_values(table, column)]
     if not found:
-        raise ValueError(
-            f"figures.{figure}: the table has values in none of the columns {', '.join(columns)}"
-        )
+        raise ValueError(f"figures.{figure}: the table has values in none of the columns {', '.join(columns)}")
     return found
 
 
@@ -44,9 +42,7 @@ def cap_curves(table: pd.DataFrame, *, width: float | int = SINGLE) -> Figure:
     if base.empty:
         raise ValueError(f"figures.{NAME}: column 'kind' has no row 'none' (the uncapped baseline)")
     if caps.empty:
-        raise ValueError(
-            f"figures.{NAME}: column 'layer' has no row -1 (a whole kind capped); see cap_heatmap"
-        )
+        raise ValueError(f"figures.{NAME}: column 'layer' has no row -1 (a whole kind capped); see cap_heatmap")
     caps = single(caps.fillna({"sinks": 0}), NAME, "kind", "sinks", "window")
     beside = width >= 0.75 * DOUBLE
     down, across = (1, len(columns)) if beside else (len(columns), 1)

@@ -40,9 +40,7 @@ def cap_heatmap(table: pd.DataFrame, *, value: str | None = None, width: float |
         raise ValueError(f"figures.{NAME}: value={value!r}; expected one of {', '.join(VALUES)}")
     rows = single(rows.loc[rows["layer"] >= 0].fillna({"sinks": 0}), NAME, "layer", "sinks", "window")
     if rows.empty:
-        raise ValueError(
-            f"figures.{NAME}: column 'layer' has no row >= 0 (single layers capped); see cap_curves"
-        )
+        raise ValueError(f"figures.{NAME}: column 'layer' has no row >= 0 (single layers capped); see cap_curves")
     column = value or measured(rows, NAME, VALUES)[0]
     check(table, NAME, column)
     stack, settings = stack_of(rows), sorted(rows["sinks"].unique())

@@ -21,9 +21,7 @@ def head_name(layer: int, site: int, head: int, sites: bool) -> str:
     return f"L{layer}S{site}H{head}" if sites else f"L{layer}H{head}"
 
 
-def heads_map(
-    table: pd.DataFrame, *, top: int = 5, label: str = "score", width: float | int = SINGLE
-) -> Figure:
+def heads_map(table: pd.DataFrame, *, top: int = 5, label: str = "score", width: float | int = SINGLE) -> Figure:
     """Layers x heads grid of scores (darker is higher); the `top` heads are outlined and named.
 
     Reads layer, site, head, kind, score; mixer where present. `label` names the score, with its unit, on the
@@ -55,9 +53,7 @@ def heads_map(
 
     names = []
     best = rows.nlargest(top, "score")
-    for layer, site, head, kind, score in best[["layer", "site", "head", "kind", "score"]].itertuples(
-        index=False
-    ):
+    for layer, site, head, kind, score in best[["layer", "site", "head", "kind", "score"]].itertuples(index=False):
         x, outline = column[(layer, site)], {"edgecolor": kind_style(kind, NAME).color, "linewidth": 1.4}
         axes.add_patch(Rectangle((x - 0.5, head - 0.5), 1, 1, fill=False, zorder=3, **outline))
         ink = text_on(MAGNITUDE(scale(score)))

@@ -68,9 +68,7 @@ def formation(
     panels = list(grid[: len(tables)])
     for spare in grid[len(tables) :]:
         spare.axis("off")
-    labels = [
-        _panel(axes, tables[column], column, followed) for axes, column in zip(panels, tables, strict=True)
-    ]
+    labels = [_panel(axes, tables[column], column, followed) for axes, column in zip(panels, tables, strict=True)]
     steps = np.unique(numbers(rows, "step"))
     if log_steps:
         panels[0].set_xscale("symlog", linthresh=float(steps[steps > 0].min()))

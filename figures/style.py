@@ -53,9 +53,7 @@ KINDS = {
 def kind_style(kind: object, figure: str) -> KindStyle:
     """The style of a kind; ValueError naming the figure for a kind that the glossary does not have."""
     if kind not in KINDS:
-        raise ValueError(
-            f"figures.{figure}: column 'kind' holds {kind!r}; expected one of {', '.join(KINDS)}"
-        )
+        raise ValueError(f"figures.{figure}: column 'kind' holds {kind!r}; expected one of {', '.join(KINDS)}")
     return KINDS[str(kind)]
 
 

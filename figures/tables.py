@@ -27,9 +27,7 @@ def single(rows: Rows, figure: str, *columns: str) -> Rows:
     twice = rows.loc[rows.duplicated(list(columns), keep=False), list(columns)]
     if len(twice):
         where = ", ".join(f"{column}={value}" for column, value in twice.iloc[0].items())
-        raise ValueError(
-            f"figures.{figure}: several rows for {where}; select one run, model or setting first"
-        )
+        raise ValueError(f"figures.{figure}: several rows for {where}; select one run, model or setting first")
     return rows
 
 

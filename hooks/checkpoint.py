@@ -49,7 +49,7 @@ def load(source: Any, **options: Any) -> Instrumented:
             from .adapters import smollm2
 
             return smollm2.load(**options)
-        folder = Path(source)
+        folder = Path(source).expanduser()
         if _is_own(folder):
             return _load_own(folder, **options)
         if not folder.exists() and (folder.is_absolute() or str(source).startswith((".", "runs/"))):

@@ -94,7 +94,7 @@ class HybridConfig:
     tie_embeddings: bool = False
     norm_eps: float = 1e-6
     init_std: float = 0.02
-    """Spread of fresh weights; those that write to the residual stream get init_std / sqrt(2 n_layers)."""
+    """Spread of fresh matrices; embeddings get 0.02 whatever it is."""
     context: int | None = None
     """Longest input the model takes, in tokens. None: no limit."""
     mixers: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)

@@ -70,7 +70,7 @@ def ladder(path: str | Path) -> Ladder:
 
     >>> for step, checkpoint in ladder("runs/demo/ladder"): model = checkpoint.load()
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such ladder")
     run = read_json(folder / RUN) if (folder / RUN).is_file() else {}

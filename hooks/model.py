@@ -157,14 +157,12 @@ class HybridLM(Instrumented, HookedRootModule):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Normal(0, init_std); what is added to the residual stream is scaled down by sqrt(2 L) (GPT-2)."""
-        std = self.config.init_std
-        out_std = std / (2 * self.config.n_layers) ** 0.5
-        nn.init.normal_(self.embed.weight, std=std)
+        """Embeddings Normal(0, 0.02), matrices Normal(0, init_std); mixers add their published gates."""
+        nn.init.normal_(self.embed.weight, std=0.02)
         if not self.config.tie_embeddings:
-            nn.init.normal_(self.unembed.weight, std=std)
+            nn.init.normal_(self.unembed.weight, std=0.02)
+        std = self.config.init_std
         for block in self.layers:
-            block.attn.init_weights(std, out_std)
-            nn.init.normal_(block.mlp.gate_proj.weight, std=std)
-            nn.init.normal_(block.mlp.up_proj.weight, std=std)
-            nn.init.normal_(block.mlp.down_proj.weight, std=out_std)
+            block.attn.init_weights(std)
+            for linear in (block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj):
+                nn.init.normal_(linear.weight, std=std)

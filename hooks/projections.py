@@ -79,9 +79,7 @@ def qk_projections(folder: str | os.PathLike[str]) -> list[QKProjection]:
     family = config.get("model_type")
     if family not in LLAMA_LIKE:
         known = ", ".join(["hybridscope", *LLAMA_LIKE])
-        raise ValueError(
-            f"{file}: where q and k lie in model_type={family!r} is not known here; known: {known}"
-        )
+        raise ValueError(f"{file}: where q and k lie in model_type={family!r} is not known here; known: {known}")
     return _llama_like(str(family), config)
 
 

@@ -103,9 +103,7 @@ def _references(checkpoints: list[Checkpoint], reference: str | int) -> list[Che
     else:
         named = [c for c in checkpoints if c.step == reference]
         if not named:
-            raise ValueError(
-                f"reference={reference}: no such step; there are {[c.step for c in checkpoints]}"
-            )
+            raise ValueError(f"reference={reference}: no such step; there are {[c.step for c in checkpoints]}")
         fixed = named[0]
     return [fixed] * len(checkpoints)
 
@@ -130,9 +128,7 @@ def _sites(checkpoints: list[Checkpoint]) -> list[QKProjection]:
     return sites
 
 
-def _choose(
-    sites: list[QKProjection], heads: Iterable[tuple[int, ...]] | None
-) -> list[tuple[QKProjection, list[int]]]:
+def _choose(sites: list[QKProjection], heads: Iterable[tuple[int, ...]] | None) -> list[tuple[QKProjection, list[int]]]:
     """Sites with the heads wanted of them, both in order."""
     if heads is None:
         return [(site, list(range(site.heads))) for site in sites]
@@ -196,9 +192,7 @@ def _slices(
     norm_gain = None if norm is None else _tensor(checkpoint, norm, (site.head_dim,)).double()[:, None]
     half = site.rotary // 2
     found = []
-    for n, weight in enumerate(
-        weights
-    ):  # head by head: a whole site in fp64 falls out of the processor's cache
+    for n, weight in enumerate(weights):  # head by head: a whole site in fp64 falls out of the processor's cache
         stored = weight.double()
         folded = stored * gain
         if biases is not None:  # the weight of one more input, which is always 1
@@ -254,9 +248,7 @@ class _Origin:
             a, b = q[head], k[kv]
             relative = [_over(x.distance, old.size) for x, old in ((a, self.q[head]), (b, self.k[kv]))]
             form = self._form(a, b, self.q[head], self.k[kv])
-            for column, x in zip(
-                COLUMNS, (a.distance, b.distance, *relative, sum(relative), form), strict=True
-            ):
+            for column, x in zip(COLUMNS, (a.distance, b.distance, *relative, sum(relative), form), strict=True):
                 table[column].append(x)
         return table
 

@@ -98,9 +98,7 @@ def _rows(rows: Sequence[int] | None, target: str, length: int) -> list[int]:
             first = min(3 * length // 4, usable - 1)
             return sorted({round(t) for t in torch.linspace(first, usable - 1, DEFAULT_ROWS).tolist()})
         if length < PUBLISHED_ROWS:
-            raise ValueError(
-                f"tokens: {length} long; {target} averages over the last {PUBLISHED_ROWS} rows: name rows"
-            )
+            raise ValueError(f"tokens: {length} long; {target} averages over the last {PUBLISHED_ROWS} rows: name rows")
         return list(range(length - PUBLISHED_ROWS, length))
     columns = [int(t) + length if t < 0 else int(t) for t in rows]
     if not columns:
@@ -113,9 +111,7 @@ def _rows(rows: Sequence[int] | None, target: str, length: int) -> list[int]:
     return sorted(set(columns))
 
 
-def _norms(
-    model: Any, tokens: Tensor, target: str, rows: list[int], recompute: bool
-) -> Iterator[tuple[int, Tensor]]:
+def _norms(model: Any, tokens: Tensor, target: str, rows: list[int], recompute: bool) -> Iterator[tuple[int, Tensor]]:
     """Per backward pass over one document [1,T]: the row that distance counts from, and the norms [T]."""
     with _differentiable(model, recompute) as leaf:
         hidden = model.hidden(tokens)
@@ -179,8 +175,7 @@ def _recomputed(model: Any) -> Iterator[None]:
     layers = [
         module
         for module in model.modules()
-        if isinstance(module, Block)
-        or any(c.__name__ == "GradientCheckpointingLayer" for c in type(module).__mro__)
+        if isinstance(module, Block) or any(c.__name__ == "GradientCheckpointingLayer" for c in type(module).__mro__)
     ]
     if not layers:
         raise ValueError("recompute: this model has no layers known to be safe to run twice")

@@ -48,9 +48,7 @@ def perplexity(
     _at_least_two(tokens)
     edges = torch.tensor(bucket_edges(buckets, tokens.shape[1] - 1, "buckets"))
     if attention_mask is not None and attention_mask.shape != tokens.shape:
-        raise ValueError(
-            f"attention_mask: shape {tuple(attention_mask.shape)}; expected {tuple(tokens.shape)}"
-        )
+        raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {tuple(tokens.shape)}")
     losses, positions = [], []
     for start in tqdm(range(0, tokens.shape[0], batch_size), desc="perplexity", unit="batch", delay=2):
         part = tokens[start : start + batch_size]
@@ -101,9 +99,7 @@ def long_context_gain(
     _at_least_two(tokens)
     length, needed = tokens.shape[1], context + 2
     if length < needed:
-        raise ValueError(
-            f"tokens: {length} long; to compare with a context of {context} they must be >= {needed}"
-        )
+        raise ValueError(f"tokens: {length} long; to compare with a context of {context} they must be >= {needed}")
     rows = torch.arange(context, length - 1, stride, device=tokens.device)
     gains = []
     with tqdm(total=tokens.shape[0] * len(rows), desc="long_context_gain", unit="row", delay=2) as bar:

@@ -32,8 +32,12 @@ def tokenizer(kind: str) -> PreTrainedTokenizerFast:
         split: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if kind == "digits" else []
         made.pre_tokenizer = pre_tokenizers.Sequence([*split, level])
         made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    made.train_from_iterator([*TEXTS, "One of the special magic numbers, 4711 in 1987. What is it: 71 or 87?"] * 2, trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(
+        [*TEXTS, "One of the special magic numbers, 4711 in 1987. What is it: 71 or 87?"] * 2, trainer
+    )
     template = {"digits": "<s> $A </s>", "metaspace": "<s> $A"}.get(kind)
     if template:
         numbers = [(name, made.token_to_id(name)) for name in special]

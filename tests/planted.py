@@ -23,8 +23,8 @@ WEAK = math.log(T - 1)  # ... and one half
 
 
 def planted(
-    strength: Mapping[int, float] = {0: STRONG, 2: WEAK},  # noqa: B006  (never changed)
-    tokens: Mapping[int, Iterable[int]] = {},  # noqa: B006
+    strength: Mapping[int, float] = {0: STRONG, 2: WEAK},
+    tokens: Mapping[int, Iterable[int]] = {},
 ) -> hs.HybridLM:
     """`strength` by head of layer 1; `tokens`: by head, the query tokens it answers to (all)."""
     V = LANGUAGE.vocab_size

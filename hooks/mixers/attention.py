@@ -59,7 +59,6 @@ class Attention(nn.Module):
         return self.o_proj(z.flatten(-2))
 
     @torch.no_grad()
-    def init_weights(self, std: float, out_std: float) -> None:
-        for linear in (self.q_proj, self.k_proj, self.v_proj):
+    def init_weights(self, std: float) -> None:
+        for linear in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
             nn.init.normal_(linear.weight, std=std)
-        nn.init.normal_(self.o_proj.weight, std=out_std)

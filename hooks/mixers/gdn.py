@@ -128,17 +128,10 @@ class GatedDeltaNet(nn.Module):
         return Ring(cap, self.site.conv, keys.transpose(1, 2), value.to(keys.dtype).transpose(1, 2), seen)
 
     @torch.no_grad()
-    def init_weights(self, std: float, out_std: float) -> None:
-        for linear in (
-            self.q_proj,
-            self.k_proj,
-            self.v_proj,
-            self.gate_proj,
-            self.beta_proj,
-            self.decay_proj,
-        ):
+    def init_weights(self, std: float) -> None:
+        inputs = (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.beta_proj, self.decay_proj)
+        for linear in (*inputs, self.o_proj):
             nn.init.normal_(linear.weight, std=std)
-        nn.init.normal_(self.o_proj.weight, std=out_std)
         self.conv.init_weights()
         # As published: rates uniform in [1, 16], time steps log-uniform in [1e-3, 1e-1] through the softplus.
         self.decay_rate.uniform_(1, 16).log_()

@@ -38,9 +38,7 @@ def test_probe_curve_draws_the_accuracies_along_depth():
 def test_probe_curve_shows_each_mixers_gain_in_its_kinds_colour():
     table = tables.probe()
     bars = figures.probe_curve(table).axes[1].patches
-    gains = {
-        round(bar.get_x() + bar.get_width() / 2): (bar.get_height(), bar.get_facecolor()) for bar in bars
-    }
+    gains = {round(bar.get_x() + bar.get_width() / 2): (bar.get_height(), bar.get_facecolor()) for bar in bars}
     for row in table.dropna(subset="gain").itertuples():
         height, color = gains[row.layer]
         assert height == pytest.approx(row.gain)
@@ -113,10 +111,7 @@ def test_formation_takes_heads_by_name_and_shows_tokens_above_their_steps():
     entropy = figure.axes[0]
     assert set(lines(entropy)) == {"L0H1", "L1H2", "mean"}
     upper = next(axes for axes in figure.axes if axes.get_xlabel() == "tokens")
-    ticks = {
-        label.get_text(): place
-        for label, place in zip(upper.get_xticklabels(), upper.get_xticks(), strict=True)
-    }
+    ticks = {label.get_text(): place for label, place in zip(upper.get_xticklabels(), upper.get_xticks(), strict=True)}
     assert ticks["10M"] == pytest.approx(1e7 / 16384)
 
 

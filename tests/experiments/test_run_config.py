@@ -1,0 +1,138 @@
+"""Run configs: every mistake is an error that names the key, what came and what was expected."""
+
+from __future__ import annotations
+
+import pytest
+import tiny
+
+from hybridscope.experiments.config import CONFIGS, load_config
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text=tiny.TOML, *overrides):
+        file = tmp_path / "run.toml"
+        file.write_text(text)
+        return load_config(file, overrides)
+
+    return load
+
+
+def test_a_file_is_read_and_defaults_are_filled_in(load):
+    run = load()
+    assert run.model.pattern == ["swa:4", "full"]
+    assert run.model.rope_base == 500_000.0
+    assert run.data.copy_share == 0.5
+    assert run.train.lr == 0.01
+    assert run.train.clip == 1.0
+
+
+def test_the_model_takes_vocabulary_and_context_from_the_data(load):
+    hybrid = load().hybrid()
+    assert (hybrid.vocab_size, hybrid.context) == (24, 32)
+    assert hybrid.layers == ("swa:4", "full")
+    longer = load(tiny.TOML, "model.n_layers=5").hybrid()
+    assert longer.layers == ("swa:4", "full", "swa:4", "full", "swa:4")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda p: p.stem)
+def test_every_packaged_config_is_valid_and_found_by_name(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / path.stem).mkdir()  # a folder of that name does not hide it
+    assert load_config(path.stem) == load_config(path)
+    load_config(path.stem).hybrid()
+
+
+def test_the_resolved_config_reads_back(load):
+    from hybridscope.experiments.config import RunConfig, read
+
+    run = load(tiny.TOML, "train.seed=3")
+    assert read(RunConfig, {s: {k: v for k, v in d.items() if v is not None} for s, d in run.to_dict().items()}) == run
+
+
+@pytest.mark.parametrize(
+    ("override", "section", "key", "value"),
+    [
+        ("train.lr=3", "train", "lr", 3.0),
+        ("train.lr=1e-4", "train", "lr", 1e-4),
+        ("train.seed=7", "train", "seed", 7),
+        ("train.device=cpu", "train", "device", "cpu"),
+        ('train.device="cpu"', "train", "device", "cpu"),
+        ("model.qk_norm=true", "model", "qk_norm", True),
+        ('model.pattern=["gdn", "full"]', "model", "pattern", ["gdn", "full"]),
+        ("model.mixers.gdn.conv=2", "model", "mixers", {"gdn": {"conv": 2}}),
+        (" train.batch = 16", "train", "batch", 16),
+    ],
+)
+def test_overrides(load, override, section, key, value):
+    run = load(tiny.TOML, override)
+    got = getattr(getattr(run, section), key)
+    assert got == value
+    assert type(got) is type(value)
+
+
+def test_the_last_override_wins(load):
+    assert load(tiny.TOML, "train.seed=1", "train.seed=2").train.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("train.stps=3", r"unknown key 'train.stps'; the nearest valid key is 'train.steps'"),
+        ("model.heads=3", r"unknown key 'model.heads'; the nearest valid key is 'model.n_heads'"),
+        ("modle.n_heads=3", r"unknown key 'modle'; the nearest valid key is 'model'"),
+        ("x=1", r"unknown key 'x'; the nearest valid key is '(model|data|train)'"),
+        ("train.steps", "expected a.b=value"),
+        ("train.steps.more=1", "'steps' is a value, not a section"),
+        ("train=5", r"train=5; expected a section \[train\]"),
+        ("train.steps=ten", "train.steps='ten'; expected int"),
+        ("train.steps=1.5", "train.steps=1.5; expected int"),
+        ("train.steps=true", "train.steps=True; expected int"),
+        ("train.lr=true", "train.lr=True; expected float"),
+        ("train.lr=fast", "train.lr='fast'; expected float"),
+        ("train.threads=two", r"train.threads='two'; expected int \| None"),
+        ("model.qk_norm=1", "model.qk_norm=1; expected bool"),
+        ("model.pattern=full", r"model.pattern='full'; expected list\[str\]"),
+        ("model.pattern=[1, 2]", r"model.pattern=\[1, 2\]; expected list\[str\]"),
+        ("model.mixers={gdn=4}", r"model.mixers=.*; expected dict\[str, dict\[str, Any\]\]"),
+        ("data.file=3", "data.file=3; expected str"),
+        ("train.steps=0", "train.steps=0: expected >= 1"),
+        ("train.threads=0", "train.threads=0: expected >= 1"),
+        ("train.accumulate=3", "train.accumulate=3 must divide train.batch=8"),
+        ("train.saves=13", "train.saves=13: more than train.steps=12"),
+        ("train.compile=maybe", "train.compile='maybe'"),
+        ("data.copy_share=1.5", "data.copy_share=1.5"),
+        ("data.needles=-1", "data.needles=-1"),
+    ],
+)
+def test_mistakes_are_named(load, override, named):
+    with pytest.raises(ValueError, match=named):
+        load(tiny.TOML, override)
+
+
+@pytest.mark.parametrize("key", ["n_layers", "vocab_size", "batch"])
+def test_a_missing_key_is_named_with_its_section(load, key):
+    text = "\n".join(line for line in tiny.TOML.splitlines() if not line.startswith(key))
+    with pytest.raises(ValueError, match=rf"missing key '(model|data|train)\.{key}'"):
+        load(text)
+
+
+def test_a_missing_section_is_named(load):
+    with pytest.raises(ValueError, match="missing key 'train'"):
+        load(tiny.TOML.split("[train]")[0])
+
+
+def test_data_that_teaches_nothing_is_an_error(load):
+    with pytest.raises(ValueError, match="nothing to learn"):
+        load(tiny.TOML, "data.needles=0", "data.copy_share=0")
+
+
+def test_bad_toml_and_missing_files_are_named(load, tmp_path):
+    with pytest.raises(ValueError, match=r"run\.toml: not valid TOML"):
+        load("[model")
+    (tmp_path / "b.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"b\.toml: not valid TOML"):
+        load_config(tmp_path / "b.toml")
+    for name in ("nowhere", str(tmp_path / "nowhere.toml"), str(tmp_path)):
+        with pytest.raises(FileNotFoundError, match=r"no such config; .*demo"):
+            load_config(name)
