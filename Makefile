@@ -7,7 +7,7 @@ PIP_FLAGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q -c constraints.txt $(PIP_FLAGS)
 
-.PHONY: demo test test-slow lint types notebooks wheel-check clean
+.PHONY: demo test test-slow lint types clean
 
 demo: .venv/base
 	$(BIN)/hybridscope demo --out runs/demo

@@ -6,12 +6,11 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-if TYPE_CHECKING:
-    import pandas as pd
+from .report import RUNS, keep, number, place, show, split
 
 Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
 Config = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")]
@@ -19,7 +18,6 @@ Table = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TABLE")]
 Haystack = Literal["tokens", "repeat", "essay"]
 Set = Annotated[tuple[str, ...], tyro.conf.arg(name="set", metavar="A.B=VALUE"), tyro.conf.UseAppendAction]
 Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="A,B")]
-RUNS = Path("runs")
 
 
 def demo(out: Path = RUNS / "demo", set_: Set = (), json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
@@ -98,20 +96,20 @@ def probe(
     from .. import figures
     from ..probes.layerwise import probe_layers
 
-    file = _place("probe", source, out)
+    file = place("probe", source, out)
     model = _load(source)
     values = values if values or model.tokenizer is None else 8
     needles = _needles(model, source, n, length, haystack, values, seed)
     table = probe_layers(model, needles, target, seeds=seeds)
     columns = ["layer", "kind", "mixer", "accuracy", "low", "high", "gain", "chance"]
-    _show(table.query("control == 'none' and where == 'mid'")[columns])
-    _keep(table, "probe", source, file, figures.probe_curve(table), n=n, target=target, seed=seed, seeds=seeds)
+    show(table.query("control == 'none' and where == 'mid'")[columns])
+    keep(table, "probe", source, file, figures.probe_curve(table), n=n, target=target, seed=seed, seeds=seeds)
 
 
 def cap(
     source: Source,
     kind: Names = (),
-    window: Names = ("64", "128", "256", "512"),
+    window: Names = (),
     sinks: Names = ("0", "4"),
     by_layer: bool = False,
     n: int = 64,
@@ -125,7 +123,7 @@ def cap(
     Args:
         source: Checkpoint folder, hub id, or smollm2.
         kind: full, window, recurrent; by default all that the model has.
-        window: Caps in tokens, the query counted.
+        window: Caps in tokens, the query counted; by default a half, a quarter, ... of the prompts' length.
         sinks: First keys left visible.
         by_layer: Cap one layer at a time.
         n: Prompts.
@@ -136,19 +134,21 @@ def cap(
     """
     from .. import figures
     from ..probes.capsweep import cap_sweep
+    from .sources import documents_for
 
-    file = _place("cap", source, out)
+    file = place("cap", source, out)
     model = _load(source)
     needles = _needles(model, source, n, length, haystack, None, seed)
-    windows = [_number("window", w) for w in _split(window)]
-    texts = needles.removed if model.tokenizer is not None and needles.tokens.shape[1] > max(windows) + 2 else None
+    tokens = needles.tokens.shape[1]
+    windows = [number("window", w) for w in split(window)] or [max(1, tokens // 2**i) for i in (1, 2, 3, 4)]
+    texts = documents_for(model, source, n, length=length, seed=seed) if tokens > max(windows) + 2 else None
     table = cap_sweep(
-        model, needles, texts, kinds=_split(kind) or None, windows=windows,
-        sinks=[_number("sinks", s) for s in _split(sinks)], by_layer=by_layer,
+        model, needles, texts, kinds=split(kind) or None, windows=windows,
+        sinks=[number("sinks", s) for s in split(sinks)], by_layer=by_layer,
     )  # fmt: skip
-    _show(table)
+    show(table)
     figure = figures.cap_heatmap(table) if by_layer else figures.cap_curves(table)
-    _keep(table, "cap", source, file, figure, n=n, seed=seed)
+    keep(table, "cap", source, file, figure, n=n, seed=seed)
 
 
 def heads(
@@ -180,28 +180,25 @@ def heads(
     from .. import figures
     from ..probes.needles import answered
     from ..probes.retrieval import causal_check, retrieval_heads
+    from .tables import provenance, save_table
 
-    file = _place("heads", source, out)
+    file = place("heads", source, out)
     model = _load(source)
-    find = _needles(model, source, n, length, haystack, None, seed)
-    check = _needles(model, source, n, length, haystack, None, seed + 1)
+    find = _needles(model, source, n, length, haystack, None, seed, far=True)
+    check = _needles(model, source, n, length, haystack, None, seed + 1, far=True)
     right = answered(model, find)
-    print(f"answers {int(right.sum())} of {n} needle prompts of {find.tokens.shape[1]} tokens")
+    print(f"answers {int(right.sum())} of {len(find)} needle prompts of {find.tokens.shape[1]} tokens")
     table = retrieval_heads(model, find, score)
-    _show(table.head(k))
-    k = min(k, len(table))
-    effect = causal_check(model, check, table, k=k, draws=draws, seed=seed)
-    _show(effect.groupby(["ablated", "k"], sort=False, as_index=False)["accuracy"].agg(["mean", "min", "max"]))
-    _keep(
-        table,
-        "heads",
-        source,
-        file,
-        figures.heads_map(table, label=f"{score} score"),
-        n=n,
-        score=score,
-        seed=seed,
-    )
+    show(table.head(k))
+    settings = {"n": n, "score": score, "seed": seed}
+    keep(table, "heads", source, file, figures.heads_map(table, label=f"{score} score"), **settings)
+    if k > len(table) // 2:
+        k = len(table) // 2
+        print(f"the model has {len(table)} such heads: comparing {k} with {k} others")
+    if k:
+        effect = causal_check(model, check, table, k=k, draws=draws, seed=seed)
+        show(effect.groupby(["ablated", "k"], sort=False, as_index=False)["accuracy"].agg(["mean", "min", "max"]))
+        save_table(effect, file.with_name(f"{file.stem}-causal.parquet"), provenance("causal", source, **settings))
 
 
 def track(
@@ -234,13 +231,13 @@ def track(
 
     steps = ladder(source)
     final = steps.final
-    needles = _needles(final.load(), final.path, n, length, haystack, None, seed)
-    file = _place("track", source, out)
+    needles = _needles(final.load(), final.path, n, length, haystack, None, seed, far=True)
+    file = place("track", source, out)
     table = track_to(file, steps, needles, top=top)
     followed = table[["layer", "site", "head"]].drop_duplicates().to_numpy()
     drift = qk_drift(steps, heads=[tuple(map(int, h)) for h in followed])
     save_table(drift, file.with_name(file.stem + "-drift.parquet"), provenance("drift", source))
-    _show(table.groupby("step", as_index=False)[["mass", "entropy", "copy", "accuracy"]].mean())
+    show(table.groupby("step", as_index=False)[["mass", "entropy", "copy", "accuracy"]].mean())
     print(file)
     print(figures.save(figures.formation(table, drift, width=figures.DOUBLE), file.with_suffix(".png")))
 
@@ -250,7 +247,6 @@ def influence(
     n: int = 16,
     length: int | None = None,
     target: Literal["loss", "logit_sum", "argmax_logit"] = "loss",
-    haystack: Haystack | None = None,
     seed: int = 0,
     out: Path | None = None,
 ) -> None:
@@ -261,25 +257,23 @@ def influence(
         n: Documents.
         length: Tokens per document; by default the model's context, at most 1,024.
         target: The next token's loss, or the published logit targets.
-        haystack: What the documents are made of; by default what suits the model.
         seed: Seed of the documents.
         out: Table to write; the figure goes beside it.
     """
     from .. import figures
     from ..probes.influence import gradient_influence
+    from .sources import documents_for
 
-    file = _place("influence", source, out)
+    file = place("influence", source, out)
     model = _load(source)
-    needles = _needles(model, source, n, length, haystack, None, seed)
-    table = gradient_influence(model, needles.tokens, target=target)
-    _keep(table, "influence", source, file, figures.influence(table), n=n, target=target, seed=seed)
+    table = gradient_influence(model, documents_for(model, source, n, length=length, seed=seed), target=target)
+    keep(table, "influence", source, file, figures.influence(table), n=n, target=target, seed=seed)
 
 
 def perplexity(
     source: Source,
     n: int = 16,
     length: int | None = None,
-    haystack: Haystack | None = None,
     seed: int = 0,
     out: Path | None = None,
 ) -> None:
@@ -289,19 +283,18 @@ def perplexity(
         source: Checkpoint folder, hub id, or smollm2.
         n: Documents.
         length: Tokens per document; by default the model's context, at most 1,024.
-        haystack: What the documents are made of; by default what suits the model.
         seed: Seed of the documents.
         out: Table to write; the figure goes beside it.
     """
     from .. import figures
     from ..probes.perplexity import perplexity as measure
+    from .sources import documents_for
 
-    file = _place("perplexity", source, out)
+    file = place("perplexity", source, out)
     model = _load(source)
-    needles = _needles(model, source, n, length, haystack, None, seed)
-    table = measure(model, needles.tokens)
-    _show(table)
-    _keep(table, "perplexity", source, file, figures.perplexity(table), n=n, seed=seed)
+    table = measure(model, documents_for(model, source, n, length=length, seed=seed))
+    show(table)
+    keep(table, "perplexity", source, file, figures.perplexity(table), n=n, seed=seed)
 
 
 def plot(table: Table, drift: Path | None = None, out: Path | None = None) -> None:
@@ -330,9 +323,12 @@ def plot(table: Table, drift: Path | None = None, out: Path | None = None) -> No
 
 
 def _load(source: str) -> Any:
+    import torch
+
     from ..hooks.checkpoint import load
 
-    return load(source)
+    model: Any = load(source)
+    return model.to("cuda") if torch.cuda.is_available() else model
 
 
 def _needles(
@@ -343,49 +339,17 @@ def _needles(
     haystack: Haystack | None,
     values: int | None,
     seed: int,
+    far: bool = False,
 ) -> Any:
+    """Needles for a model; `far`: none within reach of its window layers."""
     from .sources import needles_for
 
     distractors = 0 if model.tokenizer is not None else 3
+    beyond = max((s.window for s in model.sites if s.window), default=0) if far else 0
     return needles_for(
-        model, source, n, length=length, haystack=haystack, values=values, distractors=distractors, seed=seed
-    )
-
-
-def _keep(table: pd.DataFrame, name: str, source: str, file: Path, figure: Any, **settings: Any) -> None:
-    """Save a table and its figure; say where."""
-    from .. import figures
-    from .tables import provenance, save_table
-
-    print(save_table(table, file, provenance(name, source, **settings)))
-    print(figures.save(figure, file.with_suffix(".png")))
-
-
-def _place(name: str, source: str, out: Path | None) -> Path:
-    """The table's file: `out`, or runs/NAME/ and the end of the source's path, so that steps of two runs differ."""
-    if out is None:
-        parts = [part for part in Path(source).parts if part.strip("/.") and part != RUNS.name]
-        return RUNS / name / ("-".join(parts[-3:]) + ".parquet")
-    if out.suffix != ".parquet":
-        raise ValueError(f"--out {out}: expected a .parquet file; the figure goes beside it")
-    return out
-
-
-def _show(table: Any) -> None:
-    """Print a table whole."""
-    print(table.to_string(index=False, float_format="%.4g"))
-
-
-def _split(values: tuple[str, ...]) -> list[str]:
-    """Lists may be written 64,128 or 64 128."""
-    return [part for value in values for part in value.split(",") if part]
-
-
-def _number(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"--{name} {text}: expected a whole number") from None
+        model, source, n, length=length, haystack=haystack, values=values, distractors=distractors, beyond=beyond,
+        seed=seed,
+    )  # fmt: skip
 
 
 COMMANDS = {
@@ -400,6 +364,9 @@ def main(args: list[str] | None = None) -> None:
     # Threads that wait asleep, set before torch loads: spinning ones make a small model many times slower whenever
     # something else runs on the machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    from . import report
+
+    report.COMMAND = " ".join(["hybridscope", *(sys.argv[1:] if args is None else args)])
     try:
         tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="hybridscope", description=__doc__, args=args)
     except (ValueError, OSError, ImportError) as error:

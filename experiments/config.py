@@ -56,7 +56,7 @@ class DataConfig:
 
 @dataclasses.dataclass
 class TrainConfig:
-    """Optimisation: AdamW, linear warm-up, cosine to a tenth, gradient clipping at 1."""
+    """Optimisation: AdamW, linear warm-up, cosine to a tenth, gradient clipping."""
 
     steps: int
     batch: int

@@ -11,6 +11,7 @@ import pandas as pd
 import torch
 
 from .. import figures
+from ..hooks.checkpoint import atomic_file, write_json
 from ..hooks.ladder import ladder as open_ladder
 from ..probes.capsweep import cap_sweep
 from ..probes.drift import qk_drift
@@ -24,7 +25,7 @@ from .tables import provenance, save_table
 from .track import track_to
 from .train import train
 
-FAR = (0.0, 0.75)  # depths at which a needle lies beyond every window tried below
+FAR = (0.0, 0.75)  # depths at which a needle lies beyond the model's windows and FULL_CAP
 FULL_CAP = 16  # tokens; less than any needle's distance
 DISTRACTORS = 3
 
@@ -40,7 +41,7 @@ class Demo:
 
 
 def demo(out: str | Path, overrides: list[str] | None = None, *, progress: bool = True) -> Demo:
-    """Run the demo into `out`: ladder/, tables/*.parquet, figures/*.png. A finished ladder there is reused."""
+    """Run the demo into `out`: ladder/, tables/*.parquet, figures/*.png, numbers.json. A finished ladder is reused."""
     began = time.perf_counter()
     folder = Path(out)
     config = load_config("demo", overrides or [])
@@ -98,6 +99,8 @@ def demo(out: str | Path, overrides: list[str] | None = None, *, progress: bool 
     }
     paths = {name: figures.save(figure, folder / f"figures/{name}.png") for name, figure in drawn.items()}
     numbers["seconds"] = time.perf_counter() - began
+    with atomic_file(folder / "numbers.json") as temporary:
+        write_json(temporary, numbers)
     return Demo(folder, tables, paths, numbers)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pyarrow.parquet as pq
 
 from ..hooks.checkpoint import Checkpoint, atomic_file
 from ..probes.needles import Needles
+from . import report
 from .train import commit, machine, versions
 
 KEY = b"hybridscope"
@@ -29,7 +29,7 @@ def provenance(measurement: str, source: Any, **settings: Any) -> dict[str, Any]
     return {
         "measurement": measurement, "source": path.name if path.is_absolute() else str(source), "weights": weights,
         "settings": settings, "versions": versions(), "machine": machine(), "commit": commit(),
-        "command": " ".join(["hybridscope", *sys.argv[1:]]),
+        "command": report.COMMAND,
     }  # fmt: skip
 
 

@@ -201,10 +201,12 @@ def machine() -> str:
 
 
 def commit() -> str | None:
-    """The repository's commit, where the library runs from one."""
-    here = Path(__file__).resolve().parent
+    """The repository's commit, where the library runs from a checkout that tracks it."""
+    here = Path(__file__).resolve()
+    tracked = ["git", "ls-files", "--error-unmatch", here.name]
     try:
-        out = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
-    except OSError:
+        subprocess.run(tracked, cwd=here.parent, capture_output=True, check=True)
+        out = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here.parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         return None
-    return out.stdout.strip() or None
+    return out.stdout.strip()

@@ -131,5 +131,7 @@ def _gain(axes: Axes, rows: Rows) -> None:
             linewidth=0.3,
             label=str(kind),
         )
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, -0.1) if low < 0 else 0, max(high, 0.1))  # noise does not fill the panel
     axes.axhline(0, color=INK, linewidth=0.6)
     axes.spines["bottom"].set_visible(False)

@@ -54,6 +54,8 @@ def load(source: Any, **options: Any) -> Instrumented:
             return _load_own(folder, **options)
         if not folder.exists() and (folder.is_absolute() or str(source).startswith((".", "runs/"))):
             raise FileNotFoundError(f"{folder}: no such checkpoint")
+        if not (folder / CONFIG).exists() and (steps := sorted(folder.glob("step-*"))):
+            raise ValueError(f"{folder} is a ladder; open it with hs.ladder, or one of its steps, e.g. {steps[-1]}")
     from .adapters import transformers
 
     return transformers.load(source, **options)
@@ -75,7 +77,8 @@ def _load_own(folder: Path, *, dtype: Any = None, device: Any = None, **unknown:
     from .model import HybridLM
 
     _no_options(unknown, "a hybridscope checkpoint", ("dtype", "device"))
-    content = read_json(folder / CONFIG).get("model")
+    notes = read_json(folder / CONFIG)
+    content = notes.pop("model", None)
     if not isinstance(content, dict):
         raise ValueError(f"{folder / CONFIG}: has no model section")
     try:
@@ -90,13 +93,17 @@ def _load_own(folder: Path, *, dtype: Any = None, device: Any = None, **unknown:
     except SafetensorError as error:
         raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from None
     check_weights(weights, model.state_dict(), str(file))
+    model.notes = {name: note for name, note in notes.items() if name != "format"}
     model.to(weights["embed.weight"].dtype).load_state_dict(weights)
     if (folder / TOKENIZER).is_file():
         from transformers import PreTrainedTokenizerFast
 
         model.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER))
     if dtype is not None:
-        model = model.to(dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype))
+        wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        if not isinstance(wanted, torch.dtype):
+            raise ValueError(f"dtype={dtype!r}: expected a torch dtype or its name, e.g. bfloat16")
+        model = model.to(wanted)
     return model.to(device).eval() if device is not None else model.eval()
 
 
@@ -124,8 +131,8 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
 def save(model: HybridLM, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
     """Write a checkpoint folder atomically, replacing an older one of the same name.
 
-    `extra` goes into config.json beside the model's config. ValueError for NaN weights, or a folder that holds
-    something else: it is not overwritten.
+    `extra` goes into config.json beside the model's config and what was noted there when it was loaded. ValueError
+    for NaN weights, or a folder that holds something else: it is not overwritten.
     """
     from safetensors.torch import save_file
 
@@ -133,7 +140,7 @@ def save(model: HybridLM, folder: str | Path, extra: Mapping[str, Any] | None = 
         raise ValueError(f"{folder}: holds something else than a hybridscope checkpoint; choose another folder")
     check_finite(model.state_dict().items(), f"save to {folder}")
     with atomic_folder(folder) as temporary:
-        write_json(temporary / CONFIG, {"format": OWN, "model": model.config.to_dict(), **(extra or {})})
+        write_json(temporary / CONFIG, {"format": OWN, "model": model.config.to_dict(), **model.notes, **(extra or {})})
         state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
         if model.config.tie_embeddings:
             state["unembed.weight"] = state["unembed.weight"].clone()
@@ -217,6 +224,7 @@ class Checkpoint:
     def __init__(self, path: str | Path, step: int) -> None:
         self.path = Path(path)
         self.step = step
+        self._names: dict[str, Path] | None = None
 
     def __repr__(self) -> str:
         return f"Checkpoint(step={self.step}, path={str(self.path)!r})"
@@ -236,6 +244,8 @@ class Checkpoint:
         """Tensor name to the file that holds it; ValueError where a file is truncated."""
         from safetensors import SafetensorError, safe_open
 
+        if self._names is not None:
+            return self._names
         names: dict[str, Path] = {}
         for file in self.files():
             try:
@@ -243,6 +253,7 @@ class Checkpoint:
                     names.update(dict.fromkeys(f.keys(), file))
             except SafetensorError as error:
                 raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from None
+        self._names = names
         return names
 
     def tensor(self, name: str, rows: slice = slice(None)) -> Tensor:

@@ -146,7 +146,7 @@ class Instrumented:
         """
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens}: expected >= 0")
-        self.check_length(tokens.shape[1] + max_new_tokens)
+        self.check_length(tokens.shape[1] + max(0, max_new_tokens - 1))  # the last token is not read back
         cache = self.new_cache()
         out, step, mask = tokens, tokens, attention_mask
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)

@@ -77,6 +77,7 @@ class HybridLM(Instrumented, HookedRootModule):
         self.context = config.context
         self.vocab_size = config.vocab_size
         self.tokenizer: Any = None
+        self.notes: dict[str, Any] = {}  # what a checkpoint's config.json says beside the model's config
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.hook_embed = HookPoint()
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..hooks.caps import check_site_cap
 from ..hooks.sites import Site
 from .needles import Needles, needle_accuracy
 
@@ -60,6 +61,9 @@ def cap_sweep(
         for w in windows
         for s in (sinks if sites[0].softmax else (0,))
     ]
+    for _, sites, window, _ in settings:
+        for site in sites:
+            check_site_cap(site, window)  # before anything runs
     for kind, sites, window, sink in tqdm(settings, desc="caps", disable=None):
         layer = sites[0].layer if by_layer else -1
         binds = window + sink < length and any(s.window is None or window < s.window for s in sites)

@@ -227,6 +227,8 @@ def _tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], rows: sli
             f"step {checkpoint.step}: {name} (rows {rows.start}:{rows.stop}) has shape {tuple(found.shape)}; "
             f"its config asks for {shape}"
         )
+    if not bool(found.isfinite().all()):
+        raise ValueError(f"step {checkpoint.step}: {name} holds NaN or infinite values")
     return found
 
 

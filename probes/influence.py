@@ -69,7 +69,8 @@ def gradient_influence(
     edges = None if bins is None else bucket_edges(bins, max(columns) + 1, "bins")
     total = torch.zeros(max(columns) + 1, dtype=torch.float64)
     count = torch.zeros_like(total, dtype=torch.int64)
-    for document in tqdm(tokens, desc="gradient_influence", unit="document", delay=2):
+    device = next(model.embedding().parameters()).device
+    for document in tqdm(tokens.to(device), desc="gradient_influence", unit="document", delay=2):
         for last, norms in _norms(model, document[None], target, columns, recompute):
             by_distance = norms[: last + 1].flip(0)
             total[: last + 1] += by_distance

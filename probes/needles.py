@@ -126,7 +126,7 @@ def make_needles(
 
     Raises ValueError when needle and question do not fit `length`, naming what they need.
 
-    >>> needles = make_needles(64, 96, values=32, language=TokenLanguage(vocab_size=128))
+    >>> needles = make_needles(64, 96, values=32, language=TokenLanguage(vocab_size=128, values=32))
     >>> needles.tokens.shape
     torch.Size([64, 96])
     """

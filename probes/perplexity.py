@@ -51,7 +51,7 @@ def perplexity(
         raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {tuple(tokens.shape)}")
     losses, positions = [], []
     for start in tqdm(range(0, tokens.shape[0], batch_size), desc="perplexity", unit="batch", delay=2):
-        part = tokens[start : start + batch_size]
+        part = tokens[start : start + batch_size].to(next(model.embedding().parameters()).device)
         mask = None if attention_mask is None else attention_mask[start : start + batch_size]
         loss = model.loss(part, per_token=True, attention_mask=mask)
         if mask is None:

@@ -68,7 +68,8 @@ def retrieval_heads(
     frames = []
     for site in sites:
         value = (totals[site] / len(needles)).numpy()
-        frames.append(_heads(site, score=value, retrieval=value >= RETRIEVAL, n=len(needles)))
+        flag = {"retrieval": value >= RETRIEVAL} if score == "copy" else {}
+        frames.append(_heads(site, score=value, **flag, n=len(needles)))
     table = pd.concat(frames, ignore_index=True)
     return table.sort_values("score", ascending=False, kind="stable", ignore_index=True)
 
@@ -142,9 +143,9 @@ def causal_check(
 ) -> pd.DataFrame:
     """Needle accuracy without the top-k heads of a `retrieval_heads` table, against k random heads of the same layers.
 
-    [ablated ("none" | "top" | "random"), draw, k, accuracy]. Random heads come from the layers of the top k, as many
-    from each, without the top heads themselves where a layer has enough others. Raises ValueError for k outside the
-    table.
+    [ablated ("none" | "top" | "random"), draw, k, accuracy]. Random heads are never top heads; they come from the
+    layers of the top k, as many from each, and where a layer has too few others, from other sites of the same kinds.
+    Raises ValueError for k outside the table, or where fewer than k other heads are left to draw.
     """
     if not 1 <= k <= len(heads):
         raise ValueError(f"k={k}: expected 1..{len(heads)}, the heads in the table")
@@ -160,15 +161,20 @@ def causal_check(
 
 
 def random_heads(model: Any, top: Sequence[tuple[int, ...]], rng: np.random.Generator) -> list[tuple[int, int, int]]:
-    """As many heads from each site as `top` has there, the others first."""
+    """As many heads as `top` has, none of them in it: from the same sites where those have enough others."""
+    chosen = {(model.sites.head(h)[0], h[-1]) for h in top}
+    kinds = {site.kind for site, _ in chosen}
+    sites = list(dict.fromkeys(model.sites.head(h)[0] for h in top))
+    free = {s: [h for h in range(s.heads) if (s, h) not in chosen] for s in model.sites if s.kind in kinds}
+    if sum(map(len, free.values())) < len(top):
+        raise ValueError(f"k={len(top)}: only {sum(map(len, free.values()))} other heads to compare with")
     out = []
-    for layer, index in dict.fromkeys((h[0], h[1]) for h in top):
-        mine = [h[2] for h in top if (h[0], h[1]) == (layer, index)]
-        count = model.sites.select(layer, index)[0].heads
-        others = rng.permutation([h for h in range(count) if h not in mine]).tolist()
-        picked = (others + rng.permutation(mine).tolist())[: len(mine)]
-        out += [(layer, index, int(h)) for h in picked]
-    return out
+    for site in sites:
+        wanted = sum(s is site for s, _ in chosen)
+        out += [(site, int(h)) for h in rng.permutation(free[site])[:wanted]]
+    rest = [(s, h) for s, heads in free.items() for h in heads if (s, h) not in out]
+    out += [rest[i] for i in rng.permutation(len(rest))[: len(top) - len(out)]]
+    return [(site.layer, site.index, head) for site, head in out]
 
 
 def ranked_sites(model: Any, full_only: bool) -> list[Site]:

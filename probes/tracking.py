@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 from tqdm import tqdm
 
 from ..hooks.ladder import Ladder
+from ..hooks.ladder import ladder as open_ladder
 from .needles import Needles, needle_accuracy
 from .retrieval import head_scores, ranked_sites, retrieval_heads
 
@@ -17,7 +19,7 @@ Heads = Sequence[tuple[int, ...]] | Literal["all"] | None
 
 
 def track(
-    ladder: Ladder,
+    ladder: Ladder | str | Path,
     needles: Needles,
     heads: Heads = None,
     *,
@@ -38,6 +40,7 @@ def track(
 
     >>> table = hs.track(hs.ladder("runs/demo/ladder"), needles)
     """
+    ladder = open_ladder(ladder) if isinstance(ladder, str | Path) else ladder
     heads, needles = choose_heads(ladder, needles, heads, top=top, batch=batch)
     frames = []
     for step, checkpoint in tqdm(ladder, desc="track", disable=len(ladder) < 3):

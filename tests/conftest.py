@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)
 
 
@@ -36,10 +36,12 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
     HYBRIDSCOPE_DEMO names a finished demo to use instead, for those who edit tests or notebooks.
     """
-    folder = Path(os.environ.get("HYBRIDSCOPE_DEMO", tmp_path_factory.mktemp("demo") / "demo"))
+    if finished := os.environ.get("HYBRIDSCOPE_DEMO"):
+        folder = Path(finished).resolve()
+        return SimpleNamespace(folder=folder, numbers=json.loads((folder / "numbers.json").read_text()))
+    folder = tmp_path_factory.mktemp("demo") / "demo"
     command = [sys.executable, "-m", "hybridscope.experiments.cli", "demo", "--out", str(folder), "--json"]
-    environment = {k: v for k, v in os.environ.items() if k != "HYBRIDSCOPE_DEMO"}
-    out = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    out = subprocess.run(command, capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr
     return SimpleNamespace(folder=folder, numbers=json.loads(out.stdout.strip().splitlines()[-1]))
 

@@ -1,0 +1,48 @@
+"""What the commands share: reading their lists, and saving, placing and printing their tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RUNS = Path("runs")
+COMMAND: str | None = None  # what the command line was called with; None: from Python
+
+
+def keep(table: pd.DataFrame, name: str, source: str, file: Path, figure: Any, **settings: Any) -> None:
+    """Save a table and its figure; say where."""
+    from .. import figures
+    from .tables import provenance, save_table
+
+    print(save_table(table, file, provenance(name, source, **settings)))
+    print(figures.save(figure, file.with_suffix(".png")))
+
+
+def place(name: str, source: str, out: Path | None) -> Path:
+    """The table's file: `out`, or runs/NAME/ and the end of the source's path, so that steps of two runs differ."""
+    if out is None:
+        parts = [part for part in Path(source).parts if part.strip("/.") and part != RUNS.name]
+        return RUNS / name / ("-".join(parts[-3:]) + ".parquet")
+    if out.suffix != ".parquet":
+        raise ValueError(f"--out {out}: expected a .parquet file; the figure goes beside it")
+    return out
+
+
+def show(table: Any) -> None:
+    """Print a table whole."""
+    print(table.to_string(index=False, float_format="%.4g"))
+
+
+def split(values: tuple[str, ...]) -> list[str]:
+    """Lists may be written 64,128 or 64 128."""
+    return [part for value in values for part in value.split(",") if part]
+
+
+def number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"--{name} {text}: expected a whole number") from None
