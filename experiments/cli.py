@@ -191,7 +191,6 @@ def heads(
     table = retrieval_heads(model, find, score)
     show(table.head(k))
     settings = {"n": n, "score": score, "seed": seed}
-    keep(table, "heads", source, file, figures.heads_map(table, label=f"{score} score"), **settings)
     if k > len(table) // 2:
         k = len(table) // 2
         print(f"the model has {len(table)} such heads: comparing {k} with {k} others")
@@ -199,6 +198,7 @@ def heads(
         effect = causal_check(model, check, table, k=k, draws=draws, seed=seed)
         show(effect.groupby(["ablated", "k"], sort=False, as_index=False)["accuracy"].agg(["mean", "min", "max"]))
         save_table(effect, file.with_name(f"{file.stem}-causal.parquet"), provenance("causal", source, **settings))
+    keep(table, "heads", source, file, figures.heads_map(table, label=f"{score} score"), **settings)
 
 
 def track(

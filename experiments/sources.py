@@ -67,7 +67,7 @@ def documents_for(model: Any, source: str | Path, n: int, *, length: int | None 
         data = read_json(Path(source) / CONFIG).get("data") if (Path(source) / CONFIG).is_file() else None
         if not data:
             raise ValueError(f"{source}: has no tokenizer, and its config.json does not say what it was trained on")
-        fresh = corpus(DataConfig(**data))
+        fresh = corpus(DataConfig(**{"length": tokens, **data}))
         return fresh.batch(FRESH + seed, 0, n)[0][:, :tokens]
     ids = model.tokenizer("\n".join(addresses()), add_special_tokens=False)["input_ids"]
     if len(ids) < n * tokens:

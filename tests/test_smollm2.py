@@ -3,6 +3,8 @@
 import pytest
 
 import hybridscope as hs
+from hybridscope.experiments.cli import main
+from hybridscope.experiments.tables import read_table
 
 PROMPTS = 6
 LENGTH = 400
@@ -18,16 +20,21 @@ def needles(smol):
     return make
 
 
-def test_retrieval_heads_of_a_real_model(smol, needles) -> None:
-    find, check = needles(0), needles(1)
-    assert hs.needle_accuracy(smol, find) > 0.6
-    heads = hs.retrieval_heads(smol, find)
+def test_retrieval_heads_of_a_real_model(smol, tmp_path, monkeypatch, capsys) -> None:
+    """`hybridscope heads smollm2`, on the model that is loaded already."""
+    monkeypatch.setattr("hybridscope.hooks.checkpoint.load", lambda source: smol)
+    out = tmp_path / "heads.parquet"
+    size = ["--n", str(PROMPTS), "--length", str(LENGTH), "--draws", "2", "--out", str(out)]
+    main(["heads", "smollm2", *size])
+    answers = int(capsys.readouterr().out.split("answers ")[1].split(" of ")[0])
+    assert answers > 0.6 * PROMPTS
+    heads, facts = read_table(out)
+    assert facts["command"].startswith("hybridscope heads smollm2")
     assert len(heads) == 30 * 9
     assert heads["score"].iloc[0] > 0.5
     assert heads["score"].between(0, 1).all()
-    # Sparse, as published: few heads retrieve.
-    assert heads["retrieval"].mean() < 0.1
-    effect = hs.causal_check(smol, check, heads, k=10, draws=2).groupby("ablated")["accuracy"].mean()
+    assert heads["retrieval"].mean() < 0.1  # sparse, as published
+    effect = read_table(tmp_path / "heads-causal.parquet")[0].groupby("ablated")["accuracy"].mean()
     assert effect["none"] > 0.6
     assert effect["top"] < effect["random"] - 0.5
 

@@ -26,7 +26,10 @@ from .layers import RMSNorm, ShortConv
 
 class GatedDeltaNet(nn.Module):
     """x [B,T,D] -> [B,T,D]. Options: heads, value_heads (a multiple), key_dim, value_dim (2 key_dim), conv
-    (4), negative_eigenvalues (beta in [0, 2], arXiv 2411.12537)."""
+    (4), negative_eigenvalues (beta in [0, 2], arXiv 2411.12537).
+
+    `hook_state` fires with the state after the call's last token: overwriting it changes cached calls that
+    follow. Under a cap there is no single state, and it does not fire."""
 
     def __init__(self, config: HybridConfig, layer: int) -> None:
         super().__init__()

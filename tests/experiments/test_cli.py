@@ -223,7 +223,7 @@ def test_a_missing_checkpoint(broken, capsys, command):
 
 
 def test_a_folder_that_is_no_checkpoint(broken, capsys):
-    assert "config.json" in refused(capsys, "probe", "ladder")
+    assert "ladder is a ladder; open it with hs.ladder" in refused(capsys, "probe", "ladder")
 
 
 @pytest.mark.parametrize("command", ["probe", "cap", "heads", "influence", "perplexity"])

@@ -28,7 +28,7 @@ def test_a_table_comes_back_with_its_provenance(tmp_path):
 
 
 def test_provenance_names_source_weights_versions_seed_and_command(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["hybridscope", "probe", "x", "--seed", "3"])
+    monkeypatch.setattr("hybridscope.experiments.report.COMMAND", "hybridscope probe x --seed 3")
     planted.planted().save(tmp_path / "step-7")
     facts = provenance("probe", tmp_path / "step-7", seed=3, config={"a": 1})
     assert facts["measurement"] == "probe"

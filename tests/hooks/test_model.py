@@ -441,8 +441,9 @@ def test_context_is_a_limit() -> None:
     for call in (lambda: model(tokens_of(1, 7)), lambda: model(tokens_of(1, 3), cache=cache)):
         with pytest.raises(ValueError, match="7 are longer than the model's context of 6"):
             call()
+    assert model.generate(tokens_of(1, 4), max_new_tokens=3).shape == (1, 7)  # the last one is not read back
     with pytest.raises(ValueError, match="context"):
-        model.generate(tokens_of(1, 4), max_new_tokens=3)
+        model.generate(tokens_of(1, 4), max_new_tokens=4)
 
 
 def test_inputs_are_left_alone() -> None:
