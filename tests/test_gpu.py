@@ -1,0 +1,58 @@
+"""The same on a CUDA device: training in bf16 with torch.compile, the switches, every measurement."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import hybridscope as hs
+from hybridscope.experiments.config import load_config
+from hybridscope.experiments.sources import documents_for, needles_for
+from hybridscope.experiments.train import train
+
+pytestmark = pytest.mark.gpu
+PATTERNS = {"window": '["swa:8", "full"]', "recurrent": '["gdn", "full"]'}
+each = pytest.mark.parametrize("kind", PATTERNS)
+
+
+def ladder_of(folder: Path, kind: str, compiled: str) -> Path:
+    changes = [f"model.pattern={PATTERNS[kind]}", "train.steps=40", "train.saves=2", f'train.compile="{compiled}"']
+    return train(load_config("demo", changes), folder / f"{kind}-{compiled}", progress=False)
+
+
+def losses(folder: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (folder / "loss.jsonl").read_text().splitlines()]
+
+
+@each
+def test_compiled_training_loses_loss_like_uncompiled(tmp_path: Path, kind: str) -> None:
+    compiled, plain = (losses(ladder_of(tmp_path, kind, how)) for how in ("on", "off"))
+    assert plain[-1] < plain[0] - 0.02
+    assert compiled == pytest.approx(plain, abs=5e-3)  # bf16 kernels fused differently
+
+
+@each
+def test_device_agrees_with_cpu(tmp_path: Path, kind: str) -> None:
+    source = ladder_of(tmp_path, kind, "off") / "step-000040"
+    cpu, gpu = hs.load(source), hs.load(source, device="cuda")
+    needles = needles_for(cpu, source, 192, distractors=3)
+    x = needles[:8].tokens
+    with torch.no_grad():
+        assert torch.allclose(gpu(x.cuda()).cpu(), cpu(x), atol=2e-5)
+        with gpu.cap(**{kind: 5}), cpu.cap(**{kind: 5}):
+            assert torch.allclose(gpu(x.cuda()).cpu(), cpu(x), atol=2e-5)
+        with gpu.record(stats=True, resid="last") as on_gpu, cpu.record(stats=True, resid="last") as on_cpu:
+            gpu(x.cuda())
+            cpu(x)
+    assert torch.allclose(on_gpu.stats(1).entropy.cpu(), on_cpu.stats(1).entropy, atol=1e-5)
+    assert torch.allclose(on_gpu.resid(1).cpu(), on_cpu.resid(1), atol=2e-5)
+    out = gpu.generate(x[:, :90].cuda(), 4)
+    assert torch.equal(gpu(out[:, :-1]).argmax(-1)[:, 89:], out[:, 90:])
+    # Every measurement runs where the model is, on data that is not there.
+    assert len(hs.retrieval_heads(gpu, needles[:16], only_answered=False)) == 4
+    assert len(hs.cap_sweep(gpu, needles[:16], windows=[16])) > 1
+    assert len(hs.probe_layers(gpu, needles, seeds=1, controls=())) == 12
+    documents = documents_for(gpu, source, 2)
+    assert (hs.gradient_influence(gpu, documents)["influence"] >= 0).all()
+    assert hs.perplexity(gpu, documents)["n"].sum() == 2 * 95
