@@ -728,7 +728,7 @@ def test_other_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="129 are longer than the model's context of 128"):
         loaded(tokens_of(1, 129))
     with pytest.raises(ValueError, match="longer than the model's context"):
-        loaded.generate(tokens_of(1, 120), 9)
+        loaded.generate(tokens_of(1, 120), 10)
     with pytest.raises(ValueError, match=r"ids 3\.\.64 outside the vocabulary"):
         loaded(torch.tensor([[3, V]]))
     with pytest.raises(ValueError, match="attention_mask: shape"):
