@@ -8,26 +8,49 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # What each mixer is to the user (DESIGN: "kind").
-KINDS = {"full": "full", "nope": "full", "swa": "window", "gdn": "recurrent"}
+KINDS = {
+    "full": "full", "nope": "full", "swa": "window",
+    **dict.fromkeys(
+        ("gdn", "deltanet", "kda", "gla", "hgrn", "hgrn2", "hawk", "retnet", "lightning", "mamba2", "rwkv6", "rwkv7"),
+        "recurrent",
+    ),
+}  # fmt: skip
 
-# Options a mixer takes through HybridConfig.mixers, with their defaults (None: derived from the config).
+# Options a mixer takes through HybridConfig.mixers, with their defaults (None: derived from the config; each mixer's
+# docstring says how).
 MIXER_OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
     "nope": {},
     "swa": {},
     "gdn": {
-        "heads": None,
-        "value_heads": None,
-        "key_dim": None,
-        "value_dim": None,
-        "conv": 4,
+        "heads": None, "value_heads": None, "key_dim": None, "value_dim": None, "conv": 4,
         "negative_eigenvalues": False,
     },
-}
+    "deltanet": {"heads": None, "key_dim": None, "value_dim": None, "conv": 4, "negative_eigenvalues": False},
+    "kda": {
+        "heads": None, "value_heads": None, "key_dim": None, "value_dim": None, "conv": 4,
+        "negative_eigenvalues": False,
+    },
+    "gla": {"heads": None, "key_dim": None, "value_dim": None, "gate_rank": 16},
+    "hgrn": {"width": None, "lower_bounds": True},
+    "hgrn2": {"heads": None, "key_dim": None, "value_dim": None, "lower_bounds": True},
+    "hawk": {"heads": None, "width": None, "conv": 4},
+    "retnet": {"heads": None, "key_dim": None, "value_dim": None},
+    "lightning": {"heads": None, "key_dim": None},
+    "mamba2": {"heads": None, "groups": 1, "key_dim": 128, "value_dim": None, "conv": 4},
+    "rwkv6": {"heads": None, "key_dim": None, "value_dim": None, "mix_rank": 32, "decay_rank": 64},
+    "rwkv7": {
+        "heads": None, "key_dim": None, "value_dim": None, "decay_rank": None, "gate_rank": None, "rate_rank": None,
+        "value_rank": None,
+    },
+}  # fmt: skip
+
+RATIOS = ("pure", "24:1", "12:1", "6:1", "3:1", "1:1")
+"""The ratios of arXiv 2507.06457 and 2606.15378: N efficient layers for each full layer."""
 
 
 def parse_mixer(text: str) -> tuple[str, int | None]:
-    """Split one pattern entry into mixer name and window: "swa:64" -> ("swa", 64), "gdn" -> ("gdn", None).
+    """Split one mixer's entry into name and window: "swa:64" -> ("swa", 64), "gdn" -> ("gdn", None).
 
     Raises ValueError for an unknown mixer, a window where none belongs, or W < 1.
     """
@@ -46,20 +69,67 @@ def parse_mixer(text: str) -> tuple[str, int | None]:
     return name, window
 
 
-def ratio(mixer: str, n: int | None, full: str = "full") -> tuple[str, ...]:
-    """The pattern of an N:1 hybrid: `n` efficient layers, then one full layer; `n=None` is pure (none).
+def parse_layer(entry: str) -> tuple[tuple[str, ...], bool]:
+    """The mixers of one layer, and whether they share its heads.
 
-    >>> ratio("gdn", 3)
+    "gdn" -> (("gdn",), False). "swa:128|gdn" -> (("swa:128", "gdn"), True): parallel mixers, each with an equal part
+    of the heads. "full+mamba2" -> (("full", "mamba2"), False): each with all heads, outputs summed (Falcon-H1).
+
+    Raises ValueError for an unknown mixer, or both signs in one entry.
+    """
+    text = str(entry)
+    if "|" in text and "+" in text:
+        raise ValueError(f"pattern: {text!r} mixes '|' (split the heads) with '+' (sum); expected one of them")
+    parts = tuple(part.strip() for part in re.split(r"[|+]", text))
+    for part in parts:
+        parse_mixer(part)
+    return parts, "|" in text
+
+
+def has_full(entry: str) -> bool:
+    """Whether a layer's entry has a full-attention mixer in it."""
+    return any(KINDS[parse_mixer(part)[0]] == "full" for part in parse_layer(entry)[0])
+
+
+def ratio(mixer: str, n: int | str | None, full: str = "full", at: int | None = None) -> tuple[str, ...]:
+    """The pattern of an N:1 hybrid: a group of n efficient layers and one full layer, to be tiled over depth.
+
+    `n`: a number, "N:1", or "pure" (or None) for no full layer at all. `at`: the full layer's place in its group,
+    0..n; None: the last. A model with fewer layers than one group has would be left without a full layer:
+    HybridConfig refuses it.
+
+    >>> ratio("gdn", "3:1")
     ('gdn', 'gdn', 'gdn', 'full')
     """
-    parse_mixer(mixer)
-    if KINDS[parse_mixer(full)[0]] != "full":
+    parse_layer(mixer)
+    if not has_full(full):
         raise ValueError(f"ratio: full={full!r} is not a full-attention mixer (full, nope)")
-    if n is None:
+    if n is None or n == "pure":
         return (mixer,)
+    if isinstance(n, str):
+        if not re.fullmatch(r"\d+:1", n):
+            raise ValueError(f"ratio: n={n!r}; expected N:1 or pure, as in {', '.join(RATIOS)}")
+        n = int(n[:-2])
     if n < 1:
         raise ValueError(f"ratio: n={n} efficient layers per full layer; expected n >= 1, or None for pure")
-    return (mixer,) * n + (full,)
+    if at is not None and not 0 <= at <= n:
+        raise ValueError(f"ratio: at={at}; expected the full layer's place in its group of {n + 1}, 0..{n}")
+    layers = [mixer] * n
+    layers.insert(n if at is None else at, full)
+    return tuple(layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """Where one mixer stands in the model, and the heads it gets: what a mixer module is built from."""
+
+    mixer: str
+    layer: int
+    index: int
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
 
 
 @dataclasses.dataclass
@@ -74,7 +144,8 @@ class HybridConfig:
     """
 
     pattern: Sequence[str]
-    """Mixers: `full` (softmax attention with RoPE), `nope` (without), `swa:W` (W keys, with self), `gdn`."""
+    """Mixers: `full` (softmax attention with RoPE), `nope` (without), `swa:W` (W keys, with self), a recurrence (see
+    KINDS), or parallel ones: "swa:128|gdn" splits the heads, "full+mamba2" sums."""
     n_layers: int
     d_model: int
     """Residual width D."""
@@ -114,8 +185,16 @@ class HybridConfig:
             if self.d_model % self.n_heads:
                 raise ValueError(f"d_model={self.d_model} is not a multiple of n_heads={self.n_heads}; give head_dim")
             self.head_dim = self.d_model // self.n_heads
-        if self.head_dim % 2 and any(parse_mixer(m)[0] in ("full", "swa") for m in self.layers):
+        if self.head_dim % 2 and self.names & {"full", "swa"}:
             raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs of dimensions")
+        for entry in dict.fromkeys(self.layers):
+            parts, split = parse_layer(entry)
+            for field in ("n_heads", "n_kv_heads"):
+                if split and getattr(self, field) % len(parts):
+                    raise ValueError(
+                        f"pattern: {entry!r} splits the heads in {len(parts)}; {field}={getattr(self, field)} is not "
+                        "a multiple"
+                    )
         self.d_ff = -(-8 * self.d_model // 96) * 32 if self.d_ff is None else self.d_ff
         self._check_mixer_options()
 
@@ -138,6 +217,24 @@ class HybridConfig:
     def options(self, mixer: str) -> dict[str, Any]:
         """The options of one mixer, defaults filled in."""
         return {**MIXER_OPTIONS[mixer], **self.mixers.get(mixer, {})}
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all mixers in the model, windows left off."""
+        return {parse_mixer(part)[0] for entry in self.layers for part in parse_layer(entry)[0]}
+
+    def slots(self, layer: int) -> tuple[Slot, ...]:
+        """The mixers of one layer, with their share of its heads."""
+        parts, split = parse_layer(self.layers[layer])
+        assert self.n_kv_heads is not None
+        assert self.head_dim is not None
+        share = len(parts) if split else 1
+        name = f"blocks.{layer}.attn"
+        return tuple(
+            Slot(part, layer, i, name if len(parts) == 1 else f"{name}.parts.{i}",
+                 self.n_heads // share, self.n_kv_heads // share, self.head_dim)
+            for i, part in enumerate(parts)
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` reads back; the pattern is written out layer by layer."""
@@ -167,8 +264,8 @@ def _at_least_one(field: str, value: Any) -> None:
 def _resolve_layers(pattern: Sequence[str], n_layers: int) -> tuple[str, ...]:
     if isinstance(pattern, str) or not pattern:
         raise ValueError(f"pattern={pattern!r}: expected a non-empty tuple or list of mixers")
-    for mixer in pattern:
-        parse_mixer(mixer)
+    for entry in pattern:
+        parse_layer(entry)
     if isinstance(pattern, list):
         if len(pattern) != n_layers:
             raise ValueError(

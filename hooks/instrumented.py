@@ -24,6 +24,7 @@ class Instrumented:
     sites: Sites
     tokenizer: Any
     recorders: tuple[Record, ...] = ()
+    shifts: int = 0  # MLPs that look one token back
 
     def cap(
         self, layers: Mapping[Any, int | None] | None = None, *, sinks: int = 0, **kinds: int | None
@@ -90,12 +91,12 @@ class Instrumented:
     def reach(self) -> int | None:
         """How many tokens back the whole stack can see under the present caps; None: unbounded.
 
-        m layers of reach w in a row see m (w - 1) + 1 tokens.
+        m layers of reach w in a row see m (w - 1) + 1 tokens; each RWKV channel mix one more.
         """
         by_layer: dict[int, list[int | None]] = {}
         for site in self.sites:
             by_layer.setdefault(site.layer, []).append(site.reach)
-        total = 1
+        total = 1 + self.shifts
         for reaches in by_layer.values():
             bounded = [r for r in reaches if r is not None]
             if len(bounded) < len(reaches):

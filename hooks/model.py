@@ -13,8 +13,12 @@ from transformer_lens.hook_points import HookPoint
 
 from .config import HybridConfig
 from .instrumented import Instrumented
-from .mixers import build
+from .mixers import Mixer, Parallel, build
+from .mixers.channel_mix import ChannelMix6, ChannelMix7
+from .mixers.hgrn import HGRN, cumulative
+from .mixers.hgrn2 import HGRN2
 from .mixers.layers import RMSNorm
+from .mixers.recurrent import init_linears
 from .passes import Cache, Pass
 from .record import Record
 from .sites import Sites, refuse_compiled, refuse_switches
@@ -30,12 +34,17 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
         self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, run: Pass) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    def init_weights(self, std: float) -> None:
+        init_linears(self, std)
 
 
 class Block(nn.Module):
-    """x + mixer(norm x), then x + MLP(norm x)."""
+    """x + mixer(norm x), then x + MLP(norm x). RWKV layers have their own channel mix for an MLP."""
+
+    mlp: MLP | ChannelMix7
 
     def __init__(self, config: HybridConfig, layer: int) -> None:
         super().__init__()
@@ -43,7 +52,8 @@ class Block(nn.Module):
         self.ln1 = RMSNorm(config.d_model, config.norm_eps)
         self.attn = build(config, layer)
         self.ln2 = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config)
+        own = {"rwkv6": ChannelMix6, "rwkv7": ChannelMix7}.get(config.layers[layer])
+        self.mlp = MLP(config) if own is None else own(config, layer)
         self.hook_resid_pre, self.hook_resid_mid, self.hook_resid_post = HookPoint(), HookPoint(), HookPoint()
         self.hook_attn_out, self.hook_mlp_out = HookPoint(), HookPoint()
 
@@ -51,8 +61,13 @@ class Block(nn.Module):
         x = self._seen("pre", self.hook_resid_pre(x), recorders)
         x = x + self.hook_attn_out(self.attn(self.ln1(x), run))
         x = self._seen("mid", self.hook_resid_mid(x), recorders)
-        x = x + self.hook_mlp_out(self.mlp(self.ln2(x)))
+        x = x + self.hook_mlp_out(self.mlp(self.ln2(x), run))
         return self._seen("post", self.hook_resid_post(x), recorders)
+
+    @property
+    def mixers(self) -> list[Mixer]:
+        """The layer's mixers: one, or the parallel ones."""
+        return self.attn.mixers if isinstance(self.attn, Parallel) else [self.attn]
 
     def _seen(self, where: str, x: Tensor, recorders: tuple[Record, ...]) -> Tensor:
         for rec in recorders:
@@ -85,6 +100,9 @@ class HybridLM(Instrumented, HookedRootModule):
         self.unembed = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.unembed.weight = self.embed.weight
+        deep = [mixer for block in self.layers[1:] for mixer in block.mixers]  # the first layer's gates have no bound
+        bounded = any(isinstance(mixer, HGRN | HGRN2) and mixer.bounded for mixer in deep)
+        self.lower_bounds = nn.Parameter(torch.zeros(config.n_layers, config.d_model)) if bounded else None
         self.init_weights()
         self.setup()  # names the hook points
 
@@ -101,6 +119,8 @@ class HybridLM(Instrumented, HookedRootModule):
         run = Pass(real, cache, B, T, tokens.device)
         for rec in self.recorders:
             rec.start(real, first)
+        if self.lower_bounds is not None:
+            run.shared["lower_bounds"] = cumulative(self.lower_bounds)
         x = self.hook_embed(self.embed(tokens))
         for block in self.layers:
             x = block(x, run, self.recorders)
@@ -141,9 +161,14 @@ class HybridLM(Instrumented, HookedRootModule):
         return self.embed
 
     @property
+    def shifts(self) -> int:
+        """Layers whose MLP looks one token back (RWKV's channel mix); `reach` counts them."""
+        return sum(not isinstance(block.mlp, MLP) for block in self.layers)
+
+    @property
     def sites(self) -> Sites:
         """The mixers, in layer order."""
-        return Sites(block.attn.site for block in self.layers)
+        return Sites(mixer.site for block in self.layers for mixer in block.mixers)
 
     @property
     def layers(self) -> list[Block]:
@@ -164,6 +189,6 @@ class HybridLM(Instrumented, HookedRootModule):
             nn.init.normal_(self.unembed.weight, std=0.02)
         std = self.config.init_std
         for block in self.layers:
-            block.attn.init_weights(std)
-            for linear in (block.mlp.gate_proj, block.mlp.up_proj, block.mlp.down_proj):
-                nn.init.normal_(linear.weight, std=std)
+            for mixer in block.mixers:
+                mixer.init_weights(std)
+            block.mlp.init_weights(std)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -71,12 +71,14 @@ class KVCache:
 
 @dataclasses.dataclass
 class StateCache:
-    """State [B,H,K,V] (or, under a cap, a Ring) and the last inputs of the convolution [B,c-1,D]."""
+    """State [B,H,K,V] (or, under a cap, a Ring), the last inputs of the convolution or token shift [B,c-1,D], and
+    how many tokens each row has seen [B]."""
 
     state: Tensor | None
     ring: Ring | None
-    conv: Tensor
+    conv: Tensor | None
     cap: int | None
+    seen: Tensor
 
 
 @dataclasses.dataclass
@@ -109,6 +111,7 @@ class Pass:
         self.cache = cache
         self.length = length
         self.batch = batch
+        self.shared: dict[str, Tensor] = {}  # what layers pass on beside the residual stream
         if real is None:
             self.local = torch.arange(length, device=device)[None]
             self.count = torch.full((1,), length, device=device)
@@ -146,7 +149,21 @@ class Pass:
     def positions(self, site: Site) -> Tensor:
         """Position of each token of this call, [1 or B,T]."""
         old = self.cache.sites.get(site.name) if self.cache is not None else None
-        return self.local if not isinstance(old, KVCache) else self.local + old.seen[:, None]
+        return self.local if old is None else self.local + old.seen[:, None]
+
+    def state(self, name: str) -> StateCache | None:
+        """What the recurrent site (or token shift) `name` left for this call."""
+        old = self.cache.sites.get(name) if self.cache is not None else None
+        assert old is None or isinstance(old, StateCache)
+        return old
+
+    def keep(self, name: str, old: StateCache | None, inputs: Tensor | None, width: int, **what: Any) -> None:
+        """Store what the next call needs: `what`, and the last width-1 of the compacted `inputs` [B,T,D]."""
+        if self.cache is None:
+            return
+        conv = None if inputs is None else self.last(inputs, width - 1, None if old is None else old.conv)
+        seen = self.count.expand(self.batch) + (0 if old is None else old.seen)
+        self.cache.sites[name] = StateCache(**{"state": None, "ring": None, "cap": None, **what}, conv=conv, seen=seen)
 
     def compact(self, x: Tensor) -> Tensor:
         """Move each row's real tokens to the front ([B,T,...]); what trails is padding."""

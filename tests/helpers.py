@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridscope import HybridConfig, HybridLM
+from hybridscope.hooks.config import KINDS
 
 # Largest error allowed, relative to 1 + the largest magnitude of the reference. Nothing is looser anywhere.
 TOLERANCE = {
@@ -20,6 +21,7 @@ TOLERANCE = {
 }
 
 VOCAB = 41
+RECURRENT = [name for name, kind in KINDS.items() if kind == "recurrent"]
 
 
 def error(got: Tensor, expected: Tensor) -> float:
@@ -45,6 +47,7 @@ def model_of(
 ) -> HybridLM:
     """A tiny fp64 model whose weights are large enough for every token to matter to every later one."""
     torch.manual_seed(seed)
+    options.setdefault("mixers", {"mamba2": {"key_dim": 5, "groups": 2}})
     config = HybridConfig(pattern, layers or len(pattern), d_model, heads, VOCAB, **options)
     model = HybridLM(config).double().eval()
     for parameter in model.parameters():

@@ -4,9 +4,12 @@
     o_t = S_t^T q_t   (read="after")   or   o_t = S_{t-1}^T q_t   (read="before")
 
 Shapes: q, k [B,T,H,K]; v [B,T,H,V]; log_decay [B,T,H,K] (per channel) or [B,T,H,1] (one scalar), all <= 0;
-a, b [B,T,H,K] or None (no erasure); state [B,H,K,V] or None (zero). Both return the outputs o
-[B,T,H,V] and the final state. The delta rule with decay alpha and strength beta (arXiv 2412.06464) is a = k,
-b = -alpha beta k, and beta v for v. Computation is in fp32, or fp64 where the inputs are.
+or None (no decay); a, b [B,T,H,K] or None (no erasure); state [B,H,K,V] or None (zero). Both return the outputs o
+[B,T,H,V] and the final state. Computation is in fp32, or fp64 where the inputs are.
+
+`beta` [B,T,H] instead of a and b asks for the delta rule with decay alpha (arXiv 2412.06464, 2510.26692):
+
+    A_t = (I - beta_t k_t k_t^T) diag(alpha_t),   and beta_t v_t for v_t:   a = alpha k,  b = -beta k
 """
 
 from __future__ import annotations
@@ -19,11 +22,26 @@ from torch import Tensor
 Read = Literal["after", "before"]
 
 
+def plain(
+    *, k: Tensor, v: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None, a: Tensor | None = None,
+    b: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """v, log_decay, a and b with the delta rule and a missing decay written out."""
+    if log_decay is None:
+        log_decay = torch.zeros(*k.shape[:3], 1, dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+    if beta is None:
+        return v, log_decay, a, b
+    assert a is None
+    assert b is None
+    return beta[..., None] * v, log_decay, log_decay.exp() * k, -beta[..., None] * k
+
+
 def recurrence_reference(
-    *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None,
-    state: Tensor | None = None, read: Read = "after",
+    *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None,
+    a: Tensor | None = None, b: Tensor | None = None, state: Tensor | None = None, read: Read = "after",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The specification: a loop over time."""
+    v, log_decay, a, b = plain(k=k, v=v, log_decay=log_decay, beta=beta, a=a, b=b)
     dtype = torch.promote_types(q.dtype, torch.float32)
     S = _initial(k, v, state, dtype)
     outputs = []
@@ -39,8 +57,9 @@ def recurrence_reference(
 
 
 def recurrence(
-    *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None,
-    state: Tensor | None = None, read: Read = "after", chunk: int | None = None,
+    *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None,
+    a: Tensor | None = None, b: Tensor | None = None, state: Tensor | None = None, read: Read = "after",
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same, chunk by chunk: matrices within `chunk` tokens, a short loop over chunks.
 
@@ -48,6 +67,7 @@ def recurrence(
     weak decays keep their precision beside strong ones (even -inf, a reset). With u_t = a_t^T S_{t-1}, the
     erasure is one more (key, value) pair (b_t, u_t); u solves a unit lower-triangular system in the chunk.
     """
+    v, log_decay, a, b = plain(k=k, v=v, log_decay=log_decay, beta=beta, a=a, b=b)
     B, T, H, K = q.shape
     V = v.shape[-1]
     dtype = torch.promote_types(q.dtype, torch.float32)

@@ -9,7 +9,8 @@ same recurrence restarted at every block. The suffix is undecayed linear attenti
 back to its block's start, A_first^T ... A_t^T q_t, and the previous block's keys carried forward to that
 block's end, A_last ... A_{i+1} k_i. Both transports are the recurrence itself, started from the identity; the
 key's runs backwards in time with the transposed transition (a and b swapped). Tokens outside the window never
-enter the arithmetic, so changing them changes nothing, bitwise.
+enter the arithmetic, so changing them changes nothing, bitwise. With read="before" (RWKV-6) the sum runs over
+i < t, and the transitions end with A_{t-1}.
 """
 
 from __future__ import annotations
@@ -20,28 +21,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .recurrence import recurrence, recurrence_reference
+from .recurrence import Read, recurrence, recurrence_reference
 
 BLOCK_ELEMENTS = 2**24  # elements of state that blocks processed together may hold
 
 
 def windowed_reference(
     *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None,
-    window: int,
+    window: int, read: Read = "after",
 ) -> Tensor:  # fmt: skip
     """The specification: at every position, restart the loop `window` tokens back. Returns [B,T,H,V]."""
     rows = []
     for t in range(q.shape[1]):
         span = slice(max(0, t - window + 1), t + 1)
         erase: dict[str, Any] = {} if a is None or b is None else {"a": a[:, span], "b": b[:, span]}
-        out, _ = recurrence_reference(q=q[:, span], k=k[:, span], v=v[:, span], log_decay=log_decay[:, span], **erase)
+        out, _ = recurrence_reference(
+            q=q[:, span], k=k[:, span], v=v[:, span], log_decay=log_decay[:, span], **erase, read=read
+        )
         rows.append(out[:, -1])
     return torch.stack(rows, 1)
 
 
 def windowed(
     *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None,
-    window: int,
+    window: int, read: Read = "after",
 ) -> Tensor:  # fmt: skip
     """The same from blocks of `window` tokens, a slab of blocks at a time."""
     B, T, H, K = q.shape
@@ -58,11 +61,11 @@ def windowed(
     for start in range(0, T, slab):
         lead = window if start else 0  # the block before the slab supplies its first block's suffix
         part = {name: x[:, start - lead : start + slab] for name, x in tensors.items()}
-        outputs.append(_slab(part, window)[:, lead:])
+        outputs.append(_slab(part, window, read)[:, lead:])
     return torch.cat(outputs, 1)
 
 
-def _slab(tensors: dict[str, Any], window: int) -> Tensor:
+def _slab(tensors: dict[str, Any], window: int, read: Read) -> Tensor:
     B, T, H, K = tensors["q"].shape
     V = tensors["v"].shape[-1]
     blocks = -(-T // window)
@@ -79,7 +82,7 @@ def _slab(tensors: dict[str, Any], window: int) -> Tensor:
     eye = torch.eye(K, dtype=dtype, device=f["q"].device).expand(B * blocks, H, K, K)
     state = torch.cat([eye.new_zeros(B * blocks, H, K, V), eye], -1)
     values = torch.cat([f["v"].to(dtype), f["q"].new_zeros(*f["q"].shape, dtype=dtype)], -1)
-    out, _ = recurrence(**{**f, "v": values}, state=state)
+    out, _ = recurrence(**{**f, "v": values}, state=state, read=read)
     prefix, query = out.split([V, K], -1)
     if blocks == 1:
         return prefix.view(B, window, H, V)[:, :T].to(f["v"].dtype)
@@ -113,7 +116,7 @@ def carried_keys(*, k: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Te
 
 def capped(
     *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None,
-    cap: int, conv: int = 1,
+    cap: int, conv: int = 1, read: Read = "after",
 ) -> Tensor:  # fmt: skip
     """The recurrence of a site whose *input* reach is `cap` tokens, a convolution of width `conv` included.
 
@@ -128,12 +131,12 @@ def capped(
         "log_decay": log_decay,
         **({} if a is None or b is None else {"a": a, "b": b}),
     }
-    head, _ = recurrence(**{name: x[:, :cap] for name, x in tensors.items()})
+    head, _ = recurrence(**{name: x[:, :cap] for name, x in tensors.items()}, read=read)
     if q.shape[1] <= cap:
         return head
     window = cap - conv + 1
     # Row `cap` looks back to token conv: earlier tokens are nobody's business from here on.
-    tail = windowed(**{name: x[:, conv:] for name, x in tensors.items()}, window=window)
+    tail = windowed(**{name: x[:, conv:] for name, x in tensors.items()}, window=window, read=read)
     return torch.cat([head, tail[:, cap - conv :]], 1)
 
 
@@ -157,8 +160,8 @@ class Ring:
     seen: Tensor
 
     def step(
-        self, *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None, b: Tensor | None,
-        real: Tensor | None,
+        self, *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None,
+        real: Tensor | None = None, read: Read = "after",
     ) -> Tensor:  # fmt: skip
         """One token, q [B,H,K] ...: decay and erase the kept keys, add the new one, read. Returns [B,H,V]."""
         dtype = self.keys.dtype
@@ -171,7 +174,10 @@ class Ring:
         n = keys.shape[2]
         age = torch.arange(n - 1, -1, -1, device=q.device)
         use = (age < self.cap - self.conv + 1) | (self.seen < self.cap)[:, None]  # [B,n]
-        weights = torch.einsum("bhk,bhnk->bhn", q.to(dtype), keys).masked_fill(~use[:, None], 0)
+        seen = keys
+        if read == "before":  # the state before this token: its keys as they were, without the new one
+            seen = torch.cat([self.keys, torch.zeros_like(k, dtype=dtype)[:, :, None]], 2)[:, :, -self.cap :]
+        weights = torch.einsum("bhk,bhnk->bhn", q.to(dtype), seen).masked_fill(~use[:, None], 0)
         out = torch.einsum("bhn,bhnv->bhv", weights, values).to(v.dtype)
         if real is None:
             self.keys, self.values, self.seen = keys, values, self.seen + 1

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from ..attend import attend
-from ..config import KINDS, HybridConfig, parse_mixer
+from ..config import KINDS, HybridConfig, Slot, parse_mixer
 from ..passes import Pass
 from ..sites import Site
 from .layers import RMSNorm, rope
@@ -19,14 +19,12 @@ from .layers import RMSNorm, rope
 class Attention(nn.Module):
     """x [B,T,D] -> [B,T,D]. Cache: keys and values, 2 G K bytes-per-value per token (W of them for swa)."""
 
-    def __init__(self, config: HybridConfig, layer: int) -> None:
+    def __init__(self, config: HybridConfig, slot: Slot) -> None:
         super().__init__()
-        mixer, window = parse_mixer(config.layers[layer])
-        H, G, K, D = config.n_heads, config.n_kv_heads, config.head_dim, config.d_model
-        assert G is not None
-        assert K is not None
+        mixer, window = parse_mixer(slot.mixer)
+        H, G, K, D = slot.heads, slot.kv_heads, slot.head_dim, config.d_model
         self.site = Site(
-            layer=layer, name=f"blocks.{layer}.attn", kind=KINDS[mixer], mixer=config.layers[layer], heads=H,
+            layer=slot.layer, index=slot.index, name=slot.name, kind=KINDS[mixer], mixer=slot.mixer, heads=H,
             kv_heads=G, key_dim=K, value_dim=K, window=window, rope=mixer != "nope",
         )  # fmt: skip
         self.rope_base = config.rope_base

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 
-class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension; the rms in fp32 or wider (arXiv 1910.07467)."""
+def wide(x: Tensor) -> Tensor:
+    """x in fp32, or fp64 where it is: what decays and norms are computed in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
-    def __init__(self, width: int, eps: float) -> None:
+
+def unit(x: Tensor) -> Tensor:
+    """x / sqrt(|x|^2 + 1e-6) over the last dimension: never longer than 1."""
+    y = wide(x)
+    return (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, or over each of `groups` equal parts of it `width` wide; the rms in
+    fp32 or wider (arXiv 1910.07467)."""
+
+    def __init__(self, width: int, eps: float, groups: int = 1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(groups * width))
         self.eps = eps
+        self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype) * self.weight
+        y = wide(x) if self.groups == 1 else wide(x).unflatten(-1, (self.groups, -1))
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return y.reshape(x.shape).to(x.dtype) * self.weight
 
 
 def rope(x: Tensor, position: Tensor, base: float) -> Tensor:
@@ -31,23 +47,76 @@ def rope(x: Tensor, position: Tensor, base: float) -> Tensor:
 
 
 class ShortConv(nn.Module):
-    """Depthwise causal convolution of width c over time, then SiLU; x [B,T,D], history [B,c-1,D].
+    """Depthwise causal convolution of width c over time; x [B,T,D], history [B,c-1,D].
 
     A sum of c shifted products: exact and local, so that what lies further back cannot leak in.
     """
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: int, width: int, bias: bool = False) -> None:
         super().__init__()
         self.width = width
         self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def forward(self, x: Tensor, history: Tensor | None) -> Tensor:
         front = x.new_zeros(x.shape[0], self.width - 1, x.shape[-1]) if history is None else history.to(x.dtype)
         padded = torch.cat([front, x], 1)
         taps = [padded[:, i : i + x.shape[1]] * self.weight[:, i] for i in range(self.width)]
-        return nn.functional.silu(sum(taps[1:], taps[0]))
+        out = sum(taps[1:], taps[0])
+        return out if self.bias is None else out + self.bias
 
     @torch.no_grad()
     def init_weights(self) -> None:
         bound = self.width**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class HeadNorm(nn.Module):
+    """Layer norm of each head of x [B,T,H,V], with weights and biases of its own (a group norm over H V channels)."""
+
+    def __init__(self, heads: int, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads * width))
+        self.bias = nn.Parameter(torch.zeros(heads * width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.layer_norm(wide(x), x.shape[-1:], eps=self.eps).to(x.dtype)
+        return y * self.weight.view(x.shape[2:]) + self.bias.view(x.shape[2:])
+
+
+def shift(x: Tensor, history: Tensor | None) -> Tensor:
+    """The token before each one: x [B,T,D], history [B,1,D] (None: zeros)."""
+    front = torch.zeros_like(x[:, :1]) if history is None else history.to(x.dtype)
+    return torch.cat([front, x[:, :-1]], 1) if x.shape[1] else x
+
+
+class DecayRate(nn.Module):
+    """Log decays of the Mamba family, -rate * softplus(x + bias), in fp32 or wider (arXiv 2405.21060).
+
+    One rate a head; the bias one a head, or one a channel for x [B,T,H,K].
+    """
+
+    def __init__(self, heads: int, channels: int | None = None) -> None:
+        super().__init__()
+        self.log_rate = nn.Parameter(torch.empty(heads))
+        self.bias = nn.Parameter(torch.empty(heads) if channels is None else torch.empty(heads * channels))
+
+    def step(self, x: Tensor) -> Tensor:
+        """Time steps softplus(x + bias), x [B,T,H] or [B,T,H,K]."""
+        x = wide(x)
+        return nn.functional.softplus(x + self.bias.to(x.dtype).view(x.shape[2:]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = self.step(x)
+        rate = self.log_rate.to(step.dtype).exp()
+        return -rate.view(-1, *[1] * (x.ndim - 3)) * step
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """As published: rates uniform in [1, 16], time steps log-uniform in [1e-3, 1e-1] through the softplus."""
+        self.log_rate.uniform_(1, 16).log_()
+        step = torch.exp(torch.empty_like(self.bias).uniform_(math.log(1e-3), math.log(1e-1)))
+        self.bias.copy_(step + torch.log(-torch.expm1(-step)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import VOCAB, Largest, assert_close, model_of, pad, tokens_of
+from helpers import RECURRENT, VOCAB, Largest, assert_close, model_of, pad, tokens_of
 from torch import Tensor
 
 from hybridscope import HybridLM
@@ -15,13 +15,18 @@ from hybridscope.hooks import attend
 from hybridscope.hooks.kernels import attention
 from hybridscope.hooks.passes import Cache
 
-MIXERS = ["full", "nope", "swa:64", "gdn"]
+MIXERS = ["full", "nope", "swa:64", *RECURRENT]
 HYBRID = ("swa:4", "gdn", "nope", "full")
 T = 26
 
 
 def one(mixer: str) -> HybridLM:
-    return model_of(mixer, n_kv_heads=2)
+    """One layer; a channel mix reads no earlier token, so that what is seen is the site's own reach."""
+    model = model_of(mixer, n_kv_heads=2)
+    for name, parameter in model.named_parameters():
+        if ".mlp." in name and "shift" in name:
+            parameter.zero_()
+    return model
 
 
 def kind(model: HybridLM) -> str:
@@ -102,7 +107,7 @@ def test_rows_within_the_cap_are_the_short_context(mixer: str) -> None:
         capped = model(tokens)[0]
     for t in range(T):
         short = model(tokens[:, max(0, t - w + 1) : t + 1])[0, -1]
-        if mixer != "gdn" or t < w:
+        if model.sites[0].conv == 1 or t < w:
             assert_close(capped[t], short, "model")
 
 
@@ -156,6 +161,19 @@ def test_a_cap_names_a_kind_a_layer_or_a_site() -> None:
         with model.cap(*layers, **kinds):
             assert [s.cap for s in model.sites] == caps
         assert [s.cap for s in model.sites] == [None] * 4
+
+
+@pytest.mark.parametrize("mixer", ["rwkv6", "rwkv7"])
+def test_a_channel_mix_looks_one_token_further(mixer: str) -> None:
+    """Two layers capped at 4 see 2 (4 - 1) + 1 tokens through their sites and 2 more through their MLPs."""
+    model, tokens = model_of(mixer, layers=2), tokens_of(1, T)
+    with model.cap(recurrent=4):
+        assert model.reach() == 9
+        before = model(tokens)
+        for back, same in ((9, True), (8, False)):
+            other = tokens.clone()
+            other[0, T - 1 - back] = (other[0, T - 1 - back] + 1) % VOCAB
+            assert torch.equal(model(other)[0, -1], before[0, -1]) is same
 
 
 def test_caps_nest_and_none_lifts() -> None:

@@ -1,0 +1,127 @@
+"""What all recurrent mixers share: the site's cap, padding, the decode cache and the hook points.
+
+A mixer fills in the recurrence of `kernels/recurrence.py`; `forward` here runs it:
+
+    inputs(x)            what its short convolution or token shift looks back on, [B,T,C] (None: it has neither)
+    mix(inputs, history) the convolution's output, or the tokens before: [B,T,...]
+    terms(x, mixed, run) q, k, v, log_decay and beta, or a and b, after their hook points; and what `finish` needs
+    finish(out, rest)    head outputs z [B,T,H,V] from what the recurrence read: norms, gates, skips
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+
+from ..config import Slot
+from ..kernels.recurrence import Read, plain, recurrence
+from ..kernels.windowed import Ring, capped, carried_keys, check_cap
+from ..passes import Pass, StateCache
+from ..sites import Site
+
+
+class Recurrent(nn.Module):
+    """x [B,T,D] -> [B,T,D].
+
+    `hook_state` fires with the state after the call's last token: overwriting it changes cached calls that follow.
+    Under a cap there is no single state, and it does not fire."""
+
+    read: Read = "after"
+    o_proj: nn.Linear
+
+    def __init__(
+        self, slot: Slot, *, heads: int, key_dim: int, value_dim: int, conv: int = 1, rope: bool = False,
+        points: tuple[str, ...] = ("beta", "log_decay"),
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.site = Site(
+            layer=slot.layer, index=slot.index, name=slot.name, kind="recurrent", mixer=slot.mixer, heads=heads,
+            kv_heads=heads, key_dim=key_dim, value_dim=value_dim, conv=conv, rope=rope,
+        )  # fmt: skip
+        for point in ("q", "k", "v", *points, "state", "z"):
+            self.add_module(f"hook_{point}", HookPoint())
+
+    def inputs(self, x: Tensor) -> Tensor | None:
+        return None
+
+    def mix(self, inputs: Tensor, history: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def terms(self, x: Tensor, mixed: Tensor | None, run: Pass) -> tuple[dict[str, Tensor], Any]:
+        raise NotImplementedError
+
+    def finish(self, out: Tensor, rest: Any) -> Tensor:
+        raise NotImplementedError
+
+    def init_weights(self, std: float) -> None:
+        """Matrices Normal(0, std); mixers add their published gates."""
+        init_linears(self, std)
+
+    def hook(self, name: str, x: Tensor) -> Tensor:
+        """x through the hook point `hook_<name>`."""
+        return self.get_submodule(f"hook_{name}")(x)
+
+    def forward(self, x: Tensor, run: Pass) -> Tensor:
+        site = self.site
+        old = run.state(site.name)
+        inputs, mixed = self.inputs(x), None
+        if inputs is not None:
+            inputs = run.compact(inputs)
+            mixed = run.restore(self.mix(inputs, None if old is None else old.conv))
+        terms, rest = self.terms(x, mixed, run)
+        terms = {name: run.mute(run.compact(y)) for name, y in terms.items()}
+        z = self.finish(run.restore(self._recur(terms, inputs, run, old)), rest)
+        z = self.hook("z", z if site.edit is None else site.edit(z, run.real))
+        return self.o_proj(z.flatten(-2))
+
+    def _recur(self, terms: dict[str, Any], inputs: Tensor | None, run: Pass, old: StateCache | None) -> Tensor:
+        """The recurrence under the site's cap, on compacted tensors; leaves the site's cache up to date."""
+        site = self.site
+        state = ring = None
+        if site.cap is None:
+            out, state = recurrence(**terms, state=None if old is None else old.state, read=self.read)
+            state = self.hook("state", state)
+        else:
+            q, k = terms.pop("q"), terms["k"]
+            v, log_decay, a, b = plain(**terms)
+            terms = {"q": q, "k": k, "v": v, "log_decay": log_decay, **({} if a is None else {"a": a, "b": b})}
+            if old is not None and old.ring is not None:
+                ring = old.ring
+                out = self._steps(ring, terms, run)
+            else:
+                check_cap(site.cap, site.conv)
+                if run.length <= site.cap:
+                    out, _ = recurrence(**terms, read=self.read)
+                else:
+                    out = capped(**terms, cap=site.cap, conv=site.conv, read=self.read)
+                ring = self._ring(terms, run, site.cap) if run.cache is not None else None
+        run.keep(site.name, old, inputs, site.conv, state=state, ring=ring, cap=site.cap)
+        return out
+
+    def _steps(self, ring: Ring, terms: dict[str, Any], run: Pass) -> Tensor:
+        """Token by token through the ring."""
+        steps = []
+        for t in range(run.length):
+            real = None if run.real is None else t < run.count
+            steps.append(ring.step(**{name: y[:, t] for name, y in terms.items()}, real=real, read=self.read))
+        return torch.stack(steps, 1)
+
+    def _ring(self, terms: dict[str, Any], run: Pass, cap: int) -> Ring:
+        tail = {name: run.last(y, min(cap, run.length)) for name, y in terms.items() if name != "q"}
+        value = tail.pop("v")
+        keys = carried_keys(**tail)
+        seen = run.count.expand(value.shape[0])
+        return Ring(cap, self.site.conv, keys.transpose(1, 2), value.to(keys.dtype).transpose(1, 2), seen)
+
+
+@torch.no_grad()
+def init_linears(module: nn.Module, std: float) -> None:
+    """Normal(0, std) for every linear map of a mixer, zero for its biases."""
+    for linear in module.modules():
+        if isinstance(linear, nn.Linear):
+            nn.init.normal_(linear.weight, std=std)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
