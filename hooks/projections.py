@@ -84,22 +84,20 @@ def qk_projections(folder: str | os.PathLike[str]) -> list[QKProjection]:
 
 
 def _own(config: HybridConfig) -> list[QKProjection]:
-    assert config.n_kv_heads is not None
     assert config.head_dim is not None
     found = []
-    for layer, entry in enumerate(config.layers):
-        mixer, _ = parse_mixer(entry)
+    for slot in (slot for layer in range(config.n_layers) for slot in config.slots(layer)):
+        mixer, _ = parse_mixer(slot.mixer)
         if KINDS[mixer] not in ("full", "window"):
             continue
-        attn = f"blocks.{layer}.attn"
         found.append(
             QKProjection(
-                layer=layer, site=0, kind=KINDS[mixer], heads=config.n_heads, kv_heads=config.n_kv_heads,
+                layer=slot.layer, site=slot.index, kind=KINDS[mixer], heads=slot.heads, kv_heads=slot.kv_heads,
                 head_dim=config.head_dim, width=config.d_model,
                 rotary=0 if mixer == "nope" else config.head_dim,
-                q=f"{attn}.q_proj.weight", k=f"{attn}.k_proj.weight", gain=f"blocks.{layer}.ln1.weight",
-                q_norm=f"{attn}.q_norm.weight" if config.qk_norm else None,
-                k_norm=f"{attn}.k_norm.weight" if config.qk_norm else None,
+                q=f"{slot.name}.q_proj.weight", k=f"{slot.name}.k_proj.weight", gain=f"blocks.{slot.layer}.ln1.weight",
+                q_norm=f"{slot.name}.q_norm.weight" if config.qk_norm else None,
+                k_norm=f"{slot.name}.k_norm.weight" if config.qk_norm else None,
             )
         )  # fmt: skip
     return found

@@ -72,6 +72,6 @@ def check_bounds(mixer: str, bounded: bool, width: int, d_model: int) -> None:
     """ValueError where the model's lower bounds [L,D] do not reach all of a mixer's channels."""
     if bounded and width > d_model:
         raise ValueError(
-            f"mixers: {mixer} has {width} forget gates, but there are lower bounds for d_model={d_model} channels only; "
+            f"mixers: {mixer} has {width} forget gates, but lower bounds for d_model={d_model} channels only; "
             f"set mixers.{mixer}.lower_bounds to false"
         )

@@ -1,12 +1,13 @@
 """HybridConfig: the layer pattern as data, and the mistakes it refuses."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
 from hybridscope import HybridConfig, ratio
-from hybridscope.hooks.config import parse_mixer
+from hybridscope.hooks.config import RATIOS, parse_layer, parse_mixer
 
 WIDTHS: dict[str, Any] = {"n_layers": 4, "d_model": 32, "n_heads": 4, "vocab_size": 11}
 
@@ -72,13 +73,51 @@ def test_ratio_writes_n_efficient_layers_per_full_layer() -> None:
         config(ratio("gdn", 24), n_layers=24)
 
 
+def test_ratios_by_name() -> None:
+    assert [len(ratio("gdn", r)) for r in RATIOS] == [1, 25, 13, 7, 4, 2]
+    assert ratio("gdn", "pure") == ("gdn",)
+    assert ratio("swa:8|gdn", "1:1") == ("swa:8|gdn", "full")
+
+
+@pytest.mark.parametrize(("at", "pattern"), [(0, "fggg"), (1, "gfgg"), (3, "gggf"), (None, "gggf")])
+def test_the_full_layer_stands_where_it_is_put(at: int | None, pattern: str) -> None:
+    assert "".join(mixer[0] for mixer in ratio("gdn", 3, at=at)) == pattern
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(("gdn", 0), "n >= 1"), (("gdn", 2, "swa:4"), "not a full"), (("gnd", 2), "unknown")],
-)
+    [
+        (("gdn", 0), "n >= 1"), (("gdn", 2, "swa:4"), "not a full"), (("gnd", 2), "unknown"),
+        (("gdn", "3to1"), "expected N:1 or pure"), (("gdn", "0:1"), "n >= 1"), (("gdn", 3, "full", 4), "at=4"),
+    ],
+)  # fmt: skip
 def test_ratio_refuses(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ratio(*arguments)
+
+
+def test_parallel_mixers() -> None:
+    assert parse_layer("gdn") == (("gdn",), False)
+    assert parse_layer("swa:4|gdn") == (("swa:4", "gdn"), True)
+    assert parse_layer("full + mamba2") == (("full", "mamba2"), False)
+    slots = config(["gdn", "swa:4|gdn", "full", "full+gdn"], n_kv_heads=2).slots
+    assert [(s.name, s.index, s.heads, s.kv_heads) for s in slots(1)] == [
+        ("blocks.1.attn.parts.0", 0, 2, 1), ("blocks.1.attn.parts.1", 1, 2, 1),
+    ]  # fmt: skip
+    assert [(s.mixer, s.heads, s.kv_heads) for s in slots(3)] == [("full", 4, 2), ("gdn", 4, 2)]
+    assert [s.name for s in slots(0)] == ["blocks.0.attn"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("swa:4|gdn+full", "expected one of them"), ("swa:4|", "unknown mixer ''"), ("gdn|gnd", "unknown mixer 'gnd'"),
+        ("full|gdn|nope", "n_heads=4 is not a multiple"), ("full|swa", "needs a window"),
+    ],
+)  # fmt: skip
+def test_parallel_mistakes_are_named(entry: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        config((entry,))
 
 
 # Widths

@@ -70,6 +70,33 @@ def test_equals_the_loop(kind: str, read: str, T: int) -> None:
     agree(inputs(kind, T, state=False), read=read)
 
 
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
+@pytest.mark.parametrize("f", [recurrence, recurrence_reference])
+def test_beta_is_the_delta_rule(kind: str, f: Any) -> None:
+    """S_t = (I - beta k k^T) diag(alpha) S + beta k v^T, written out with matrices."""
+    x = inputs(kind, 9)
+    beta = 2 * torch.rand(2, 9, 2).double()
+    out, state = f(**x, beta=beta)
+    S, eye, rows = x["state"], torch.eye(5).double(), []
+    for t in range(9):
+        k, b = x["k"][:, t], beta[:, t, :, None, None]
+        kept = x["log_decay"][:, t].exp()[..., None] * S
+        S = (eye - b * k[..., :, None] * k[..., None, :]) @ kept + b * k[..., :, None] * x["v"][:, t, :, None]
+        rows.append((S * x["q"][:, t, ..., None]).sum(-2))
+    assert_close(out, torch.stack(rows, 1), "model")  # k is not normed here: the state grows
+    assert_close(state, S, "model")
+
+
+@pytest.mark.parametrize("f", [recurrence, recurrence_reference])
+def test_no_decay_is_a_decay_of_one(f: Any) -> None:
+    x = inputs("scalar+erase")
+    x["log_decay"] = torch.zeros_like(x["log_decay"])
+    whole = f(**x)
+    del x["log_decay"]
+    for got, expected in zip(f(**x), whole, strict=True):
+        assert torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1, 2, 7, 45, 64])
 def test_any_chunk_length(kind: str, chunk: int) -> None:

@@ -11,7 +11,7 @@ from helpers import Largest, assert_close, error
 from torch import Tensor
 
 from hybridscope.hooks.kernels import windowed as kernel
-from hybridscope.hooks.kernels.recurrence import recurrence, recurrence_reference
+from hybridscope.hooks.kernels.recurrence import Read, recurrence, recurrence_reference
 from hybridscope.hooks.kernels.windowed import Ring, capped, carried_keys, windowed, windowed_reference
 
 Inputs = dict[str, Any]
@@ -37,11 +37,11 @@ def inputs(kind: str, length: int = T, *, B: int = 2, H: int = 2, K: int = 4, V:
     return x
 
 
-def restarts(x: Inputs) -> list[Tensor]:
+def restarts(x: Inputs, read: Read = "after") -> list[Tensor]:
     """The loop over time restarted at every token s: restarts(x)[s][:, t - s] is row t from tokens s..t
     alone."""
     length = x["q"].shape[1]
-    return [recurrence_reference(**{name: y[:, s:] for name, y in x.items()})[0] for s in range(length)]
+    return [recurrence_reference(**{name: y[:, s:] for name, y in x.items()}, read=read)[0] for s in range(length)]
 
 
 def rows_from(table: list[Tensor], starts: list[int]) -> Tensor:
@@ -66,6 +66,18 @@ def test_equals_the_restarted_loop_for_every_window(kind: str, length: int) -> N
     table = restarts(x)
     for w in range(1, length + 3):
         assert error(windowed(**x, window=w), window_rows(table, w)) < 2e-15, w
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reading_before_the_write(kind: str) -> None:
+    """The window still ends at the present token, whose own write the read leaves out."""
+    x = inputs(kind)
+    table = restarts(x, "before")
+    for w in (1, 2, 5, 8, T, T + 1):
+        assert error(windowed(**x, window=w, read="before"), window_rows(table, w)) < 2e-15, w
+        assert torch.equal(windowed_reference(**x, window=w, read="before"), window_rows(table, w))
+    for cap, conv in ((2, 2), (7, 2), (9, 4), (T + 1, 2)):
+        assert error(capped(**x, cap=cap, conv=conv, read="before"), cap_rows(table, cap, conv)) < 2e-15, cap
 
 
 def test_the_reference_restarts_too() -> None:
