@@ -18,6 +18,7 @@ _HOME = {
     "Stats": "hooks.record",
     "AttentionStats": "hooks.kernels.attention_stats",
     "attention_stats": "hooks.kernels.attention_stats",
+    "use_kernels": "hooks.kernels.dispatch",
     "load": "hooks.checkpoint",
     "ladder": "hooks.ladder",
     "make_needles": "probes.needles",
@@ -64,6 +65,7 @@ __all__ = [
     "ratio",
     "retrieval_heads",
     "track",
+    "use_kernels",
 ]
 
 
@@ -87,6 +89,7 @@ if TYPE_CHECKING:
     from .hooks.checkpoint import load
     from .hooks.config import HybridConfig, ratio
     from .hooks.kernels.attention_stats import AttentionStats, attention_stats
+    from .hooks.kernels.dispatch import use_kernels
     from .hooks.ladder import ladder
     from .hooks.model import HybridLM
     from .hooks.record import Stats

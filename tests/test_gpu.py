@@ -7,9 +7,12 @@ import pytest
 import torch
 
 import hybridscope as hs
+from hybridscope.experiments.bench import kernel_parity
 from hybridscope.experiments.config import load_config
 from hybridscope.experiments.sources import documents_for, needles_for
 from hybridscope.experiments.train import train
+from hybridscope.hooks.kernels import dispatch
+from hybridscope.hooks.kernels import fused as kernels
 
 pytestmark = pytest.mark.gpu
 PATTERNS = {"window": '["swa:8", "full"]', "recurrent": '["gdn", "full"]'}
@@ -56,3 +59,43 @@ def test_device_agrees_with_cpu(tmp_path: Path, kind: str) -> None:
     documents = documents_for(gpu, source, 2)
     assert (hs.gradient_influence(gpu, documents)["influence"] >= 0).all()
     assert hs.perplexity(gpu, documents)["n"].sum() == 2 * 95
+
+
+@pytest.mark.parametrize("family", list(dict.fromkeys(kernels.MIXERS.values())))
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_fused_recurrences_agree_with_torch(family: str, dtype: str) -> None:
+    """Outputs, final state and every gradient; the full grid is experiments/bench/kernel_parity.py."""
+    pytest.importorskip("fla", reason="the extra `gpu` is not installed")
+    for row in kernel_parity.rows(family, dtype, (1, 65, 200)):
+        assert row["ok"], row
+        assert row["errors"]["repeats"], row
+
+
+def test_auto_is_fused_on_a_gpu() -> None:
+    pytest.importorskip("fla", reason="the extra `gpu` is not installed")
+    x = kernel_parity.inputs("delta vector", 65, dtype=torch.bfloat16)
+    got, _ = dispatch.recur(**x)
+    with dispatch.use_kernels("fused"):
+        assert torch.equal(dispatch.recur(**x)[0], got)
+    with dispatch.use_kernels("torch"):
+        expected, _ = dispatch.recur(**x)
+    assert not torch.equal(expected, got)  # rounded elsewhere: another path
+    assert kernel_parity.error(got, expected) < kernel_parity.TOLERANCE["bf16"][0]
+
+
+def test_fused_recurrences_under_compile_and_autocast() -> None:
+    """As the training loop runs them: fp32 tensors, bf16 kernels, gradients through a graph break."""
+    pytest.importorskip("fla", reason="the extra `gpu` is not installed")
+    x = {n: y.requires_grad_() for n, y in kernel_parity.inputs("delta scalar", 100).items()}
+
+    def loss(**y: torch.Tensor) -> torch.Tensor:
+        out, state = dispatch.recur(**y)
+        return (out.float() * 2).square().sum() + state.square().sum()
+
+    grads = []
+    for path, f in (("auto", torch.compile(loss)), ("torch", loss)):
+        with dispatch.use_kernels(path), torch.autocast("cuda", torch.bfloat16, enabled=path == "auto"):
+            value = f(**x)
+        grads.append(torch.autograd.grad(value, list(x.values())))
+    for name, got, expected in zip(x, *grads, strict=True):
+        assert kernel_parity.error(got, expected) < 2 * kernel_parity.TOLERANCE["bf16"][1], name

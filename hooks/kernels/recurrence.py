@@ -41,6 +41,7 @@ def recurrence_reference(
     a: Tensor | None = None, b: Tensor | None = None, state: Tensor | None = None, read: Read = "after",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The specification: a loop over time."""
+    out_dtype = v.dtype
     v, log_decay, a, b = plain(k=k, v=v, log_decay=log_decay, beta=beta, a=a, b=b)
     dtype = torch.promote_types(q.dtype, torch.float32)
     S = _initial(k, v, state, dtype)
@@ -53,7 +54,7 @@ def recurrence_reference(
             S = S + _outer(b[:, t], erased, dtype)
         outputs.append(torch.einsum("bhk,bhkv->bhv", q[:, t].to(dtype), S if read == "after" else before))
     out = torch.stack(outputs, 1) if outputs else v.new_zeros(v.shape, dtype=dtype)
-    return out.to(v.dtype), S
+    return out.to(out_dtype), S
 
 
 def recurrence(
@@ -67,13 +68,14 @@ def recurrence(
     weak decays keep their precision beside strong ones (even -inf, a reset). With u_t = a_t^T S_{t-1}, the
     erasure is one more (key, value) pair (b_t, u_t); u solves a unit lower-triangular system in the chunk.
     """
+    out_dtype = v.dtype
     v, log_decay, a, b = plain(k=k, v=v, log_decay=log_decay, beta=beta, a=a, b=b)
     B, T, H, K = q.shape
     V = v.shape[-1]
     dtype = torch.promote_types(q.dtype, torch.float32)
     S = _initial(k, v, state, dtype)
     if T == 0:
-        return v.new_zeros(v.shape), S
+        return v.new_zeros(v.shape, dtype=out_dtype), S
     C = min(T, chunk or (32 if log_decay.shape[-1] == 1 else 16))
     pad = -T % C
 
@@ -116,7 +118,7 @@ def recurrence(
             carried = carried + b_end[:, :, n].transpose(-1, -2) @ (a_state[:, :, n] @ S)
         S = carried + write[:, :, n]
     out = within + q_state @ torch.stack(states, 2)
-    return out.permute(0, 2, 3, 1, 4).reshape(B, T + pad, H, V)[:, :T].to(v.dtype), S
+    return out.permute(0, 2, 3, 1, 4).reshape(B, T + pad, H, V)[:, :T].to(out_dtype), S
 
 
 def _spans(g: Tensor) -> Tensor:

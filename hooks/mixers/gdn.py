@@ -43,7 +43,7 @@ class GatedDeltaNet(Recurrent):
         self.gate_proj = nn.Linear(D, H * V, bias=False)
         self.beta_proj = nn.Linear(D, H, bias=False)
         self.decay_proj = nn.Linear(D, H, bias=False)
-        self.decay = DecayRate(H)
+        self.decay = DecayRate(H, slowest=0.01)  # published: uniform from 0, whose log would be -inf
         self.conv = ShortConv(2 * key_heads * K + H * V, o["conv"])
         self.out_norm = RMSNorm(V, config.norm_eps)
         self.o_proj = nn.Linear(H * V, D, bias=False)

@@ -96,11 +96,12 @@ def shift(x: Tensor, history: Tensor | None) -> Tensor:
 class DecayRate(nn.Module):
     """Log decays of the Mamba family, -rate * softplus(x + bias), in fp32 or wider (arXiv 2405.21060).
 
-    One rate a head; the bias one a head, or one a channel for x [B,T,H,K].
+    One rate a head, from `slowest` to 16 at first; the bias one a head, or one a channel for x [B,T,H,K].
     """
 
-    def __init__(self, heads: int, channels: int | None = None) -> None:
+    def __init__(self, heads: int, channels: int | None = None, slowest: float = 1.0) -> None:
         super().__init__()
+        self.slowest = slowest
         self.log_rate = nn.Parameter(torch.empty(heads))
         self.bias = nn.Parameter(torch.empty(heads) if channels is None else torch.empty(heads * channels))
 
@@ -116,7 +117,7 @@ class DecayRate(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """As published: rates uniform in [1, 16], time steps log-uniform in [1e-3, 1e-1] through the softplus."""
-        self.log_rate.uniform_(1, 16).log_()
+        """As published: rates uniform up to 16, time steps log-uniform in [1e-3, 1e-1] through the softplus."""
+        self.log_rate.uniform_(self.slowest, 16).log_()
         step = torch.exp(torch.empty_like(self.bias).uniform_(math.log(1e-3), math.log(1e-1)))
         self.bias.copy_(step + torch.log(-torch.expm1(-step)))

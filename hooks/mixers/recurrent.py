@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from ..config import Slot
-from ..kernels.recurrence import Read, plain, recurrence
+from ..kernels.dispatch import recur
+from ..kernels.recurrence import Read, plain
 from ..kernels.windowed import Ring, capped, carried_keys, check_cap
 from ..passes import Pass, StateCache
 from ..sites import Site
@@ -82,10 +83,10 @@ class Recurrent(nn.Module):
         site = self.site
         state = ring = None
         if site.cap is None:
-            out, state = recurrence(**terms, state=None if old is None else old.state, read=self.read)
+            out, state = recur(**terms, state=None if old is None else old.state, read=self.read)
             state = self.hook("state", state)
         else:
-            q, k = terms.pop("q"), terms["k"]
+            q, k, dtype = terms.pop("q"), terms["k"], terms["v"].dtype
             v, log_decay, a, b = plain(**terms)
             terms = {"q": q, "k": k, "v": v, "log_decay": log_decay, **({} if a is None else {"a": a, "b": b})}
             if old is not None and old.ring is not None:
@@ -94,10 +95,11 @@ class Recurrent(nn.Module):
             else:
                 check_cap(site.cap, site.conv)
                 if run.length <= site.cap:
-                    out, _ = recurrence(**terms, read=self.read)
+                    out, _ = recur(**terms, read=self.read)
                 else:
                     out = capped(**terms, cap=site.cap, conv=site.conv, read=self.read)
                 ring = self._ring(terms, run, site.cap) if run.cache is not None else None
+            out = out.to(dtype)
         run.keep(site.name, old, inputs, site.conv, state=state, ring=ring, cap=site.cap)
         return out
 

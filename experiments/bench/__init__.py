@@ -1,0 +1,1 @@
+"""Measurements of the library itself: parity and speed of its kernels and of training."""
