@@ -1,4 +1,4 @@
-"""The command line: `hybridscope demo | train | probe | cap | heads | track | influence | perplexity | plot`."""
+"""Command line: `hybridscope demo | train | probe | cap | heads | track | influence | perplexity | plot | doctor`."""
 
 from __future__ import annotations
 
@@ -39,34 +39,45 @@ def demo(out: Path = RUNS / "demo", set_: Set = (), json_: Annotated[bool, tyro.
     print(json.dumps(result.numbers) if json_ else f"Look at {result.folder / 'figures'}.")
 
 
-def train(config: Config, out: Path | None = None, set_: Set = (), dry_run: bool = False) -> None:
+def train(
+    config: Config, out: Path | None = None, set_: Set = (), dry_run: bool = False, only: str | None = None
+) -> None:
     """Train a hybrid and keep its checkpoints as a ladder; run again to resume.
 
     Args:
-        config: A TOML file, or the name of a config that comes with hybridscope (demo).
-        out: Folder for the ladder; by default runs/CONFIG/ladder.
+        config: A TOML file, or the name of a config that comes with hybridscope (demo; the sweeps qiao2026, wang2025).
+        out: Folder for the ladder; by default runs/CONFIG/ladder, for a run of a sweep runs/CONFIG/RUN/ladder.
         set_: Overrides, e.g. train.steps=100.
-        dry_run: Print the resolved config and the parameter counts, train nothing.
+        dry_run: Print the parameter counts, beside published ones where a sweep states them, and train nothing.
+        only: The run of a sweep to train; a dry run without it lists them all.
     """
     from .config import load_config
+    from .sweeps import Sweep, describe, is_sweep, load_sweep, on_meta, printable
 
-    run = load_config(config, list(set_))
+    name = Path(config).stem
+    if is_sweep(config):
+        sweep = load_sweep(config, list(set_), only)
+        if only is not None:
+            name = f"{name}/{only}"
+        elif not dry_run:
+            raise ValueError(f"{config}: a sweep of {len(sweep.runs)} runs; name one: --only RUN (--dry-run lists all)")
+    elif only is not None:
+        raise ValueError(f"--only {only}: {config} is one run, not a sweep")
+    else:
+        sweep = Sweep({name: load_config(config, list(set_))}, {})
+    run = next(iter(sweep.runs.values()))
     if dry_run:
-        import torch
-
-        from ..hooks.model import HybridLM
-
-        with torch.device("meta"):
-            model = HybridLM(run.hybrid())
-        total = sum(p.numel() for p in model.parameters())
-        embeddings = model.embed.weight.numel() + (0 if run.model.tie_embeddings else model.unembed.weight.numel())
-        print(json.dumps(run.to_dict(), indent=1))
-        print(f"{total:,} parameters, {total - embeddings:,} without embeddings")
-        print(model.sites)
+        if len(sweep.runs) == 1:
+            print(json.dumps(run.to_dict(), indent=1))
+            print(on_meta(run.hybrid()).sites)
+        table, notes = printable(describe(sweep))
+        show(table)
+        for i, note in enumerate(notes):
+            print(f"[{i + 1}] {note}")
         return
     from .train import train as start
 
-    print(start(run, out or RUNS / Path(config).stem / "ladder"))
+    print(start(run, out or RUNS / name / "ladder"))
 
 
 def probe(
@@ -297,6 +308,19 @@ def perplexity(
     keep(table, "perplexity", source, file, figures.perplexity(table), n=n, seed=seed)
 
 
+def doctor(json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
+    """Say what this machine has, and which path every recurrent mixer takes on it and why.
+
+    Args:
+        json_: Print JSON instead of a table.
+    """
+    from .doctor import doctor as look
+    from .doctor import report as text
+
+    found = look()
+    print(json.dumps(found) if json_ else text(found))
+
+
 def plot(table: Table, drift: Path | None = None, out: Path | None = None) -> None:
     """Draw the figure that belongs to a saved table.
 
@@ -354,7 +378,7 @@ def _needles(
 
 COMMANDS = {
     "demo": demo, "train": train, "probe": probe, "cap": cap, "heads": heads, "track": track, "influence": influence,
-    "perplexity": perplexity, "plot": plot,
+    "perplexity": perplexity, "plot": plot, "doctor": doctor,
 }  # fmt: skip
 
 

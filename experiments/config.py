@@ -43,7 +43,12 @@ class DataConfig:
     """Tokens T of a sequence; also the model's context."""
     vocab_size: int
     file: str | None = None
-    """Little-endian uint16 token ids; None: the token language, which the fields below describe."""
+    """Little-endian token ids: uint32 where the name ends in .u32, else uint16. None: the token language, which the
+    fields below describe."""
+    dataset: str | None = None
+    """The text behind `file`, by name: recorded, never downloaded. Without a `file` such a run cannot start."""
+    tokenizer: str | None = None
+    """Whose ids `file` holds, by name; recorded."""
     keys: int = 16
     values: int = 8
     needles: int = 4
@@ -120,8 +125,18 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a TOML file, or a config that comes with the package by name ("demo"), then apply `a.b=c` overrides.
 
     Raises FileNotFoundError for a missing file; ValueError for bad TOML, an unknown key (with the nearest valid one),
-    a missing key, or a value of the wrong type.
+    a missing key, a value of the wrong type, or a sweep (see sweeps.py).
     """
+    data = read_toml(source)
+    if "sweep" in data:
+        raise ValueError(f"{source}: a sweep of many runs; name one: hybridscope train {source} --only RUN")
+    for override in overrides:
+        apply_override(data, override)
+    return read(RunConfig, data)
+
+
+def read_toml(source: str | Path) -> dict[str, Any]:
+    """A TOML file as plain data, or that of a config that comes with the package, by name."""
     path = Path(source)
     if not path.suffix and not path.is_file():
         path = CONFIGS / f"{source}.toml"
@@ -129,22 +144,20 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         names = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.toml")))
         raise FileNotFoundError(f"{source}: no such config; those that come with hybridscope: {names}")
     try:
-        data = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path}: not valid TOML ({error})") from None
-    for override in overrides:
-        _override(data, override)
-    return read(RunConfig, data)
 
 
-def _override(data: dict[str, Any], override: str) -> None:
+def apply_override(data: dict[str, Any], override: str) -> None:
+    """Set one `a.b=value` in plain data; a bare word is a string."""
     key, equals, text = override.partition("=")
     if not equals:
         raise ValueError(f"--set {override}: expected a.b=value")
     try:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
-        value = text  # a bare word is a string
+        value = text
     *path, last = key.strip().split(".")
     for part in path:
         data = data.setdefault(part, {})

@@ -85,7 +85,7 @@ class TokenMixture:
 
 
 class TokenFile:
-    """A file of little-endian uint16 token ids, read in sequences at random places."""
+    """A file of little-endian token ids, uint16 or (named *.u32) uint32, read in sequences at random places."""
 
     def __init__(self, data: DataConfig) -> None:
         assert data.file is not None
@@ -93,12 +93,17 @@ class TokenFile:
         if not self.path.is_file():
             raise FileNotFoundError(f"data.file={data.file}: no such file")
         self.length = data.length
-        size = self.path.stat().st_size
-        if size % 2:
-            raise ValueError(f"data.file={data.file}: {size} bytes; uint16 token ids take 2 each")
-        if size // 2 < self.length:
-            raise ValueError(f"data.file={data.file}: {size // 2} tokens; one sequence takes {data.length}")
-        self.tokens = np.memmap(self.path, dtype="<u2", mode="r")
+        size, width = self.path.stat().st_size, _width(self.path)
+        if data.vocab_size > 256**width:
+            raise ValueError(
+                f"data.file={data.file}: uint16 ids cannot hold data.vocab_size={data.vocab_size}; write uint32 ids to "
+                "a file named *.u32"
+            )
+        if size % width:
+            raise ValueError(f"data.file={data.file}: {size} bytes; uint{8 * width} token ids take {width} each")
+        if size // width < self.length:
+            raise ValueError(f"data.file={data.file}: {size // width} tokens; one sequence takes {data.length}")
+        self.tokens = np.memmap(self.path, dtype=f"<u{width}", mode="r")
         self.vocab_size = data.vocab_size
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
@@ -113,9 +118,24 @@ class TokenFile:
 Corpus = TokenMixture | TokenFile
 
 
+def _width(file: Path) -> int:
+    """Bytes of one token id."""
+    return 4 if file.suffix == ".u32" else 2
+
+
 def corpus(data: DataConfig) -> Corpus:
-    """The data source that a config describes."""
-    return TokenMixture(data) if data.file is None else TokenFile(data)
+    """The data source that a config describes; ValueError where it names a dataset without a file of its tokens."""
+    if data.file is not None:
+        return TokenFile(data)
+    if data.dataset is None:
+        return TokenMixture(data)
+    width = 2 if data.vocab_size <= 256**2 else 4
+    name = "train.u16" if width == 2 else "train.u32"
+    raise ValueError(
+        f"data.dataset={data.dataset!r}: nothing is downloaded here; write its token ids once, documents one after "
+        f"another ({data.tokenizer or 'any'} tokenizer, ids below {data.vocab_size}), e.g. with "
+        f"numpy.asarray(ids, dtype='<u{width}').tofile('{name}'), and give them: --set data.file={name}"
+    )
 
 
 def data_hash(source: Corpus, seed: int) -> str:

@@ -185,6 +185,33 @@ def test_token_files_that_do_not_fit_are_errors(tmp_path):
         TokenFile(DataConfig(length=4, vocab_size=9, file=str(tmp_path / "none")))
 
 
+def test_a_u32_file_holds_ids_beyond_65535(tmp_path):
+    ids = np.arange(70_000, 70_100)
+    ids.astype("<u4").tofile(tmp_path / "ids.u32")
+    data = DataConfig(length=16, vocab_size=73_448, file=str(tmp_path / "ids.u32"))
+    tokens, _ = TokenFile(data).batch(0, 0, 8)
+    assert (tokens[:, 1:] - tokens[:, :-1] == 1).all()
+    assert (tokens >= 70_000).all()
+    (tmp_path / "ids.u32").write_bytes(b"abcd" * 16 + b"ab")
+    with pytest.raises(ValueError, match="66 bytes; uint32 token ids take 4 each"):
+        TokenFile(data)
+    with pytest.raises(ValueError, match=r"uint16 ids cannot hold data\.vocab_size=73448; .*\.u32"):
+        token_file(tmp_path, np.arange(64), vocab=73_448)
+
+
+@pytest.mark.parametrize(("vocab", "made"), [(65_536, "'<u2'.*train.u16"), (65_537, "'<u4'.*train.u32")])
+def test_a_dataset_without_a_file_says_how_to_make_one(vocab, made):
+    data = DataConfig(length=16, vocab_size=vocab, dataset="HuggingFaceFW/fineweb-edu", tokenizer="some/tokenizer")
+    with pytest.raises(ValueError, match=f"HuggingFaceFW/fineweb-edu.*nothing is downloaded.*some/tokenizer.*{made}"):
+        corpus(data)
+
+
+def test_a_dataset_with_a_file_is_that_file(tmp_path):
+    np.arange(64, dtype="<u2").tofile(tmp_path / "ids.u16")
+    data = DataConfig(length=16, vocab_size=64, dataset="HuggingFaceFW/fineweb-edu", file=str(tmp_path / "ids.u16"))
+    assert isinstance(corpus(data), TokenFile)
+
+
 def test_the_config_says_which_source(tmp_path):
     assert isinstance(corpus(tiny.config(tmp_path).data), TokenMixture)
     np.arange(64, dtype="<u2").tofile(tmp_path / "ids.bin")
