@@ -4,7 +4,8 @@
 
 Every family of mixers, T around a chunk's edge and long, with an initial state and a gradient through the final one.
 The torch path computes in fp32 on the same (rounded) inputs. Each (family, dtype) is a process of its own, several at
-a time, since nearly all the time goes into compiling and tuning kernels, and since a crash must not end the others.
+a time, since nearly all the time goes into compiling kernels, and since a crash must not end the others. Kernels run
+with their first configuration unless --tuned: tuning takes minutes of 16 cores (seen: 480 s did not suffice for all).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from ...hooks.kernels import fused as kernels
 from ...hooks.kernels.recurrence import recurrence
+from .untuned import untuned
 
 MODULE = "hybridscope.experiments.bench.kernel_parity"
 LENGTHS = (64, 1, 63, 65, 1000, 4096)
@@ -141,7 +144,9 @@ def rows(
         yield row | {"seconds": round(time.monotonic() - start, 2)}
 
 
-def run(out: Path, families: list[Any], dtypes: list[str], jobs: int, budget: float, seed: int) -> dict[str, Any]:
+def run(
+    out: Path, families: list[Any], dtypes: list[str], jobs: int, budget: float, seed: int, tuned: bool
+) -> dict[str, Any]:
     """All tasks in processes of their own, `jobs` at a time, killed after `budget` seconds; saved row by row."""
     from importlib.metadata import version
 
@@ -149,7 +154,7 @@ def run(out: Path, families: list[Any], dtypes: list[str], jobs: int, budget: fl
     names = ("torch", "triton", "flash-linear-attention", "transformers")
     result: dict[str, Any] = {
         "gpu": gpu.name, "capability": [gpu.major, gpu.minor], "versions": {n: version(n) for n in names},
-        "python": platform.python_version(), "seed": seed, "tolerance": TOLERANCE, "exact": EXACT,
+        "python": platform.python_version(), "seed": seed, "tuned": tuned, "tolerance": TOLERANCE, "exact": EXACT,
         "unfinished": [], "rows": [],
     }  # fmt: skip
     lock, deadline = Lock(), time.monotonic() + budget
@@ -159,19 +164,17 @@ def run(out: Path, families: list[Any], dtypes: list[str], jobs: int, budget: fl
     def task(job: tuple[str, str]) -> None:
         family, dtype = job
         command = [sys.executable, "-m", MODULE, "--worker", "--family", family, "--dtype", dtype]
-        errors = out.with_name(f"{out.stem}-{family}-{dtype}.stderr".replace(" ", "_"))
-        code: int | str = "not started: no time left"
+        command += ["--seed", str(seed), *(["--tuned"] if tuned else [])]
+        code, said = "not started: no time left", ""
         if time.monotonic() < deadline:
-            with errors.open("w") as stderr:
-                process = subprocess.Popen(
-                    [*command, "--seed", str(seed)], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
-                )
+            with tempfile.TemporaryFile("w+") as stderr:
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment)
                 code = _follow(process, deadline, keep)
-        if code == 0:
-            errors.unlink()  # fla's and Triton's warnings
-        else:
+                stderr.seek(0)
+                said = stderr.read()[-2000:]
+        if code != 0:
             with lock:
-                result["unfinished"].append({"family": family, "dtype": dtype, "status": code})
+                result["unfinished"].append({"family": family, "dtype": dtype, "status": code, "stderr": said})
                 _write(out, result)
 
     def keep(row: dict[str, Any]) -> None:
@@ -242,16 +245,19 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes at a time")
     parser.add_argument("--budget", type=float, default=540, help="seconds; what is not done then is left out")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tuned", action="store_true", help="tune every kernel first")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     o = parser.parse_args(args)
     torch.set_num_threads(1)
     if o.worker:
+        if not o.tuned:
+            untuned()
         for row in rows(o.family[0], o.dtype[0], seed=o.seed):
             print(json.dumps(row), flush=True)
         return
     if not torch.cuda.is_available():
         raise SystemExit("error: kernel parity needs a CUDA device")
-    result = run(o.out, o.family or families, o.dtype or ["bf16", "fp32"], o.jobs, o.budget, o.seed)
+    result = run(o.out, o.family or families, o.dtype or ["bf16", "fp32"], o.jobs, o.budget, o.seed, o.tuned)
     print(table(result))
     print(o.out)
 

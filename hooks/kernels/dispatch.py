@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import fused as kernels
-from .recurrence import Read, plain, recurrence
+from .recurrence import Read, plain, recurrence, without_autocast
 
 POLICIES = ("auto", "torch", "fused")
 VARIABLE = "HYBRIDSCOPE_KERNELS"
@@ -82,6 +82,7 @@ def recur(
     return out.to(v.dtype), state  # a strength in fp32 promotes beta v in the torch path
 
 
+@without_autocast
 def step(
     *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None,
     a: Tensor | None = None, b: Tensor | None = None, state: Tensor | None = None, read: Read = "after",

@@ -14,12 +14,28 @@ or None (no decay); a, b [B,T,H,K] or None (no erasure); state [B,H,K,V] or None
 
 from __future__ import annotations
 
-from typing import Literal
+import functools
+from collections.abc import Callable
+from typing import Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 Read = Literal["after", "before"]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep autocast from lowering the products of a function that promises fp32."""
+
+    @functools.wraps(function)
+    def exact(*args: P.args, **kwargs: P.kwargs) -> R:
+        device = next(x.device.type for x in kwargs.values() if isinstance(x, Tensor))
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return exact
 
 
 def plain(
@@ -36,6 +52,7 @@ def plain(
     return beta[..., None] * v, log_decay, log_decay.exp() * k, -beta[..., None] * k
 
 
+@without_autocast
 def recurrence_reference(
     *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None,
     a: Tensor | None = None, b: Tensor | None = None, state: Tensor | None = None, read: Read = "after",
@@ -57,6 +74,7 @@ def recurrence_reference(
     return out.to(out_dtype), S
 
 
+@without_autocast
 def recurrence(
     *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None,
     a: Tensor | None = None, b: Tensor | None = None, state: Tensor | None = None, read: Read = "after",

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .recurrence import Read, recurrence, recurrence_reference
+from .recurrence import Read, recurrence, recurrence_reference, without_autocast
 
 BLOCK_ELEMENTS = 2**24  # elements of state that blocks processed together may hold
 
 
+@without_autocast
 def windowed_reference(
     *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None,
     window: int, read: Read = "after",
@@ -42,6 +43,7 @@ def windowed_reference(
     return torch.stack(rows, 1)
 
 
+@without_autocast
 def windowed(
     *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None,
     window: int, read: Read = "after",
@@ -101,6 +103,7 @@ def _slab(tensors: dict[str, Any], window: int, read: Read) -> Tensor:
     return out.reshape(B, blocks * window, H, V)[:, :T].to(f["v"].dtype)
 
 
+@without_autocast
 def carried_keys(*, k: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:
     """Keys carried to the end of the span: A_last ... A_{i+1} k_i for every i, [B,T,H,K], in fp32 or fp64."""
     dtype = torch.promote_types(k.dtype, torch.float32)
@@ -159,6 +162,7 @@ class Ring:
     values: Tensor
     seen: Tensor
 
+    @without_autocast
     def step(
         self, *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None,
         real: Tensor | None = None, read: Read = "after",

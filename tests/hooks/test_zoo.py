@@ -186,6 +186,22 @@ def test_a_fresh_model_runs_in_any_dtype(mixer: str, dtype: torch.dtype) -> None
     assert torch.cat([model(tokens[:, a : a + 10], cache=cache) for a in range(0, 40, 10)], 1).isfinite().all()
 
 
+@pytest.mark.parametrize("mixer", RECURRENT)
+@pytest.mark.parametrize("cap", [None, 6])
+def test_autocast_leaves_the_recurrence_in_fp32(mixer: str, cap: int | None) -> None:
+    """Whatever autocast makes of the projections, the state and its products stay fp32: as exact as without it."""
+    model, tokens = model_of(mixer).float(), tokens_of(2, T)
+    cache, seen = Cache(), {}
+    points = [(f"blocks.0.attn.hook_{p}", lambda x, hook: seen.__setitem__(hook.name, x.dtype)) for p in ("q", "state")]
+    with torch.autocast("cpu", torch.bfloat16), model.cap(recurrent=cap):
+        model.run_with_hooks(tokens, cache=cache, fwd_hooks=points)
+        model(tokens[:, :2], cache=cache)
+    entry = cache.sites["blocks.0.attn"]
+    kept = entry.state if cap is None else entry.ring.keys
+    assert kept.dtype == torch.float32
+    assert not torch.equal(kept, kept.bfloat16().float())
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
