@@ -8,6 +8,7 @@ import torch
 
 import hybridscope as hs
 from hybridscope.experiments.bench import kernel_parity
+from hybridscope.experiments.bench.untuned import untuned
 from hybridscope.experiments.config import load_config
 from hybridscope.experiments.sources import documents_for, needles_for
 from hybridscope.experiments.train import train
@@ -15,6 +16,8 @@ from hybridscope.hooks.kernels import dispatch
 from hybridscope.hooks.kernels import fused as kernels
 
 pytestmark = pytest.mark.gpu
+if torch.cuda.is_available():
+    untuned()  # tuning every kernel takes many minutes
 PATTERNS = {"window": '["swa:8", "full"]', "recurrent": '["gdn", "full"]'}
 each = pytest.mark.parametrize("kind", PATTERNS)
 
