@@ -1,4 +1,5 @@
-"""Command line: `hybridscope demo | train | probe | cap | heads | track | influence | perplexity | plot | doctor`."""
+"""Command line: `hybridscope demo | train | probe | cap | heads | track | influence | perplexity | plot | doctor |
+bench`."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from .bench.command import bench
 from .report import RUNS, keep, number, place, show, split
 
 Source = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
@@ -378,7 +380,7 @@ def _needles(
 
 COMMANDS = {
     "demo": demo, "train": train, "probe": probe, "cap": cap, "heads": heads, "track": track, "influence": influence,
-    "perplexity": perplexity, "plot": plot, "doctor": doctor,
+    "perplexity": perplexity, "plot": plot, "doctor": doctor, "bench": bench,
 }  # fmt: skip
 
 

@@ -61,7 +61,7 @@ class DataConfig:
 
 @dataclasses.dataclass
 class TrainConfig:
-    """Optimisation: AdamW, linear warm-up, cosine to a tenth, gradient clipping."""
+    """Optimisation: AdamW or Muon, linear warm-up, cosine to a tenth, gradient clipping."""
 
     steps: int
     batch: int
@@ -69,9 +69,16 @@ class TrainConfig:
     accumulate: int = 1
     """Micro-batches a step is split into."""
     lr: float = 1e-3
+    optimizer: str = "adamw"
+    """adamw; muon: Muon for the linear maps of the blocks, AdamW for everything else."""
+    muon_lr: float | None = None
+    """Learning rate of what Muon trains; None: lr, for its steps are scaled to AdamW's size (arXiv 2502.16982)."""
     warmup: int = 100
     weight_decay: float = 0.1
     clip: float = 1.0
+    window_schedule: list[list[int | float]] | None = None
+    """Windows that the swa layers train with, e.g. [[0.0, 16], [0.5, 512]]: 16 keys, and 512 from half of the steps on.
+    A checkpoint's config.json says the window of its last step. None: the pattern's own windows throughout."""
     saves: int = 12
     """Checkpoints after step 0, evenly spaced, the last at the final step."""
     seed: int = 0
@@ -81,6 +88,14 @@ class TrainConfig:
     """CPU threads; None: leave torch's choice."""
     compile: str = "auto"
     """auto: torch.compile on CUDA; on; off."""
+    parallel: str = "ddp"
+    """How several processes (torchrun) train together: ddp (each holds the model) or fsdp (each holds a share of it).
+    Their number must divide batch / accumulate; they see the batches that one process would see."""
+
+    def window(self, step: int) -> int | None:
+        """The window that the swa layers have in step `step`, counted from 0; None: their own."""
+        begun = [window for start, window in self.window_schedule or [] if round(start * self.steps) <= step]
+        return int(begun[-1]) if begun else None
 
 
 @dataclasses.dataclass
@@ -108,8 +123,25 @@ class RunConfig:
             raise ValueError(f"train.accumulate={t.accumulate} must divide train.batch={t.batch}")
         if t.saves > t.steps:
             raise ValueError(f"train.saves={t.saves}: more than train.steps={t.steps}")
-        if t.compile not in ("auto", "on", "off"):
-            raise ValueError(f"train.compile={t.compile!r}: expected auto, on or off")
+        for name, known in (
+            ("compile", ("auto", "on", "off")), ("optimizer", ("adamw", "muon")), ("parallel", ("ddp", "fsdp"))
+        ):  # fmt: skip
+            if getattr(t, name) not in known:
+                raise ValueError(f"train.{name}={getattr(t, name)!r}: expected {' or '.join(known)}")
+        if t.window_schedule is not None:
+            self._check_window_schedule(t.window_schedule)
+
+    def _check_window_schedule(self, schedule: list[list[int | float]]) -> None:
+        starts = [entry[0] for entry in schedule if len(entry) == 2]
+        windows = [entry[1] for entry in schedule if len(entry) == 2]
+        rising = starts == sorted(set(starts)) and starts[:1] == [0] and starts[-1] < 1
+        if len(starts) < len(schedule) or not rising or any(w < 1 or w % 1 for w in windows):
+            raise ValueError(
+                f"train.window_schedule={schedule}: expected [[0.0, W], [fraction, W], ...], "
+                "fractions rising from 0 and below 1, W a whole number >= 1"
+            )
+        if not any("swa:" in mixer for mixer in self.model.pattern):
+            raise ValueError(f"train.window_schedule: model.pattern={self.model.pattern} has no swa layer")
 
     def hybrid(self) -> HybridConfig:
         """The model's config, vocabulary and context taken from the data."""

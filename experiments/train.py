@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from ..hooks.checkpoint import atomic_file, read_json, save, write_json
@@ -21,6 +22,7 @@ from ..hooks.ladder import RUN
 from ..hooks.model import HybridLM
 from .config import RunConfig
 from .corpus import corpus, data_hash
+from .distributed import Team, load_optimizer, team, whole_gradients
 
 STATE, LOG = "resume.pt", "loss.jsonl"
 
@@ -30,73 +32,107 @@ def train(config: RunConfig, out: str | Path, *, progress: bool = True) -> Path:
     loss.jsonl.
 
     A folder that holds an unfinished run of the same config is resumed exactly where its last checkpoint stands.
-    Raises ValueError when it holds another run, or when the loss stops being finite (naming the step).
+    Under torchrun the processes train one model together, on the batches that one process would see, and the first
+    writes what one process would write; all must see the folder, and their number may change on resuming.
+    Raises ValueError when the folder holds another run, when the loss stops being finite (naming the step), or when
+    the processes cannot split a batch evenly.
     """
     folder = Path(out)
     t = config.train
-    device = _device(t.device)
+    workers = team(t, _device(t.device))
     if t.threads is not None:
         torch.set_num_threads(t.threads)
     source = corpus(config.data)
     torch.manual_seed(t.seed)
-    model = HybridLM(config.hybrid()).to(device)
-    optimizer = make_optimizer(model, config)
+    model = HybridLM(config.hybrid()).to(workers.device)
     folder.mkdir(parents=True, exist_ok=True)
-    run = _start_or_resume(folder, config, data_hash(source, t.seed))
-    done = _restore(folder, run, model, optimizer, device)
-    _forget_after(folder / LOG, done)
-    forward: Any = model
-    if t.compile == "on" or (t.compile == "auto" and device.type == "cuda"):
-        forward = torch.compile(model)
+    run = _start_or_resume(folder, config, data_hash(source, t.seed), workers)
+    forward, optimizers, done = _restore(folder, run, config, model, workers)
+    if workers.first:
+        _forget_after(folder / LOG, done)
+    compiled = t.compile == "on" or (t.compile == "auto" and workers.device.type == "cuda")
+    if compiled:
+        forward = torch.compile(forward)
     saves = {round(t.steps * i / t.saves) for i in range(t.saves + 1)}
     if done < 0:
-        _save(folder, run, model, optimizer, 0)
+        _set_window(model, t.window(0))
+        _save(folder, run, model, optimizers, 0, workers)
         done = 0
-    bar = tqdm(range(done, t.steps), initial=done, total=t.steps, desc="train", disable=not progress, mininterval=1)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    quiet = not progress or not workers.first
+    bar = tqdm(range(done, t.steps), initial=done, total=t.steps, desc="train", disable=quiet, mininterval=1)
     for step in bar:
         model.train()
-        for group in optimizer.param_groups:
-            group["lr"] = t.lr * schedule(step, t.warmup, t.steps)
-        loss = _accumulate(forward, source.batch(t.seed, step, t.batch), t.accumulate, device)
+        if _set_window(model, t.window(step)) and compiled:
+            torch.compiler.reset()  # else the windows may use up torch.compile's limit of recompilations
+        for group in groups:
+            group["lr"] = group["initial_lr"] * schedule(step, t.warmup, t.steps)
+        loss = _accumulate(forward, source.batch(t.seed, step, t.batch), t.accumulate, workers)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.clip)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not math.isfinite(loss) or not bool(norm.isfinite()):
             raise ValueError(f"train: loss {loss} and gradient norm {float(norm)} at step {step + 1}; lower train.lr?")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         bar.set_postfix(loss=f"{loss:.3f}")
-        with open(folder / LOG, "a") as log:
-            log.write(json.dumps({"step": step + 1, "loss": loss, "lr": optimizer.param_groups[0]["lr"]}) + "\n")
+        if workers.first:
+            with open(folder / LOG, "a") as log:
+                log.write(json.dumps({"step": step + 1, "loss": loss, "lr": groups[0]["lr"]}) + "\n")
         if step + 1 in saves:
-            _save(folder, run, model, optimizer, step + 1)
-    (folder / STATE).unlink(missing_ok=True)  # a finished run has nothing to resume
+            _save(folder, run, model, optimizers, step + 1, workers)
+    if workers.first:
+        (folder / STATE).unlink(missing_ok=True)  # a finished run has nothing to resume
     return folder
 
 
-def _accumulate(forward: Any, batch: tuple[Tensor, Tensor], parts: int, device: torch.device) -> float:
-    """Gradients of the weighted mean loss over the whole batch, a part at a time; returns the loss."""
+def _set_window(model: HybridLM, window: int | None) -> bool:
+    """Give the swa layers their window of the schedule; returns whether that changed the model."""
+    before = model.config
+    if window is not None:
+        model.set_window(window)
+    return model.config != before
+
+
+def _accumulate(forward: Any, batch: tuple[Tensor, Tensor], parts: int, workers: Team) -> float:
+    """Gradients of the weighted mean loss over the whole batch, this process's rows a part at a time; returns the
+    loss."""
     tokens, weight = batch
-    total = weight.sum()
+    total = weight.sum() / workers.size  # gradients are averaged over the processes, not summed
     loss = 0.0
-    for x, w in zip(tokens.chunk(parts), weight.chunk(parts), strict=True):
-        x, w = x.to(device), w.to(device)
-        with _autocast(device):
+    shares = workers.share(tokens).chunk(parts), workers.share(weight).chunk(parts)
+    for x, w in zip(*shares, strict=True):
+        x, w = x.to(workers.device), w.to(workers.device)
+        with _autocast(workers.device):
             logits = forward(x)[:, :-1]
         losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), x[:, 1:].flatten(), reduction="none")
         part = (losses * w.flatten()).sum() / total
         part.backward()
         loss += part.item()
-    return loss
+    return workers.mean(loss)
 
 
-def make_optimizer(model: HybridLM, config: RunConfig) -> torch.optim.Optimizer:
-    """AdamW; matrices decay, vectors (norms, gates) do not."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+def make_optimizers(model: HybridLM, config: RunConfig) -> list[torch.optim.Optimizer]:
+    """AdamW, in which matrices decay and vectors (norms, gates) do not; under `train.optimizer = "muon"`, Muon for the
+    weights of linear maps inside the blocks, and AdamW for the rest (embeddings, convolutions, vectors)."""
+    t = config.train
+    linear = [m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear)] if t.optimizer == "muon" else []
+    taken = {id(p) for p in linear}
+    rest = [p for p in model.parameters() if id(p) not in taken]
     groups = [
-        {"params": matrices, "weight_decay": config.train.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": t.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.train.lr, betas=(0.9, 0.95))
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=t.lr, betas=(0.9, 0.95))]
+    if linear:
+        lr = t.lr if t.muon_lr is None else t.muon_lr
+        muon = torch.optim.Muon(linear, lr=lr, weight_decay=t.weight_decay, adjust_lr_fn="match_rms_adamw")
+        muon.register_step_pre_hook(whole_gradients)
+        optimizers.append(muon)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]  # what `schedule` scales
+    return optimizers
 
 
 def schedule(step: int, warmup: int, steps: int) -> float:
@@ -125,7 +161,7 @@ def _autocast(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _start_or_resume(folder: Path, config: RunConfig, data: str) -> dict[str, Any]:
+def _start_or_resume(folder: Path, config: RunConfig, data: str, workers: Team) -> dict[str, Any]:
     """run.json: written at the start, checked on resume."""
     path = folder / RUN
     resolved = config.to_dict()
@@ -144,7 +180,8 @@ def _start_or_resume(folder: Path, config: RunConfig, data: str) -> dict[str, An
         "machine": machine(), "data_hash": data, "steps": [],
         "tokens_per_step": config.train.batch * config.data.length,
     }  # fmt: skip
-    _write_run(folder, run)
+    if workers.first:
+        _write_run(folder, run)
     return run
 
 
@@ -154,19 +191,29 @@ def _write_run(folder: Path, run: dict[str, Any]) -> None:
 
 
 def _restore(
-    folder: Path, run: dict[str, Any], model: HybridLM, optimizer: torch.optim.Optimizer, device: torch.device
-) -> int:
-    """Load the last checkpoint's state; returns its step, or -1 for a new run, or the last step of a finished one."""
+    folder: Path, run: dict[str, Any], config: RunConfig, model: HybridLM, workers: Team
+) -> tuple[Any, list[torch.optim.Optimizer], int]:
+    """What to train with, as the last checkpoint left it: the model to call, its optimisers, steps done (-1: new)."""
+    state = _last_state(folder, run)
+    workers.barrier()  # all have read; from here on the first process writes
+    if "model" in state:
+        model.load_state_dict(state["model"])
+    forward, optimizers = workers.wrap(model), make_optimizers(model, config)
+    if "optimizers" in state:
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            load_optimizer(optimizer, saved)
+    return forward, optimizers, state["step"]
+
+
+def _last_state(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """The last checkpoint's state; only its `step` (-1: none) for a new or a finished run."""
     file = folder / STATE
     if file.is_file():
-        state = torch.load(file, map_location=device, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        return int(state["step"])
+        return torch.load(file, map_location="cpu", weights_only=True)
     last = max(run["steps"], default=-1)
     if 0 < last < run["config"]["train"]["steps"]:
         raise ValueError(f"{file}: missing; the run stopped after step {last} and cannot go on without it")
-    return last
+    return {"step": last}
 
 
 def _forget_after(log: Path, step: int) -> None:
@@ -178,13 +225,24 @@ def _forget_after(log: Path, step: int) -> None:
             temporary.write_text("".join(kept))
 
 
-def _save(folder: Path, run: dict[str, Any], model: HybridLM, optimizer: torch.optim.Optimizer, step: int) -> None:
+def _save(
+    folder: Path,
+    run: dict[str, Any],
+    model: HybridLM,
+    optimizers: list[torch.optim.Optimizer],
+    step: int,
+    workers: Team,
+) -> None:
     """The checkpoint, then run.json that lists it, then the state to resume from; each atomic."""
-    save(model, folder / f"step-{step:06d}", {"step": step, "data": run["config"]["data"]})
+    parts = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
+    state = workers.gather(parts)
+    if not workers.first:
+        return
+    save(model, folder / f"step-{step:06d}", {"step": step, "data": run["config"]["data"]}, state["model"])
     run["steps"] = sorted({*run["steps"], step})
     _write_run(folder, run)
     with atomic_file(folder / STATE) as temporary:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary)
+        torch.save(state, temporary)
 
 
 def versions() -> dict[str, str]:

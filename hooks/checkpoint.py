@@ -128,23 +128,30 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], where: str) -> None:
             raise ValueError(f"{where}: {name} holds NaN or infinite values")
 
 
-def save(model: HybridLM, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
+def save(
+    model: HybridLM,
+    folder: str | Path,
+    extra: Mapping[str, Any] | None = None,
+    state: Mapping[str, Tensor] | None = None,
+) -> None:
     """Write a checkpoint folder atomically, replacing an older one of the same name.
 
-    `extra` goes into config.json beside the model's config and what was noted there when it was loaded. ValueError
-    for NaN weights, or a folder that holds something else: it is not overwritten.
+    `extra` goes into config.json beside the model's config and what was noted there when it was loaded; `state` is
+    the model's whole state dict, where the model itself holds only a share of it. ValueError for NaN weights, or a
+    folder that holds something else: it is not overwritten.
     """
     from safetensors.torch import save_file
 
     if Path(folder).exists() and not _is_own(Path(folder)) and any(Path(folder).iterdir()):
         raise ValueError(f"{folder}: holds something else than a hybridscope checkpoint; choose another folder")
-    check_finite(model.state_dict().items(), f"save to {folder}")
+    state = model.state_dict() if state is None else state
+    check_finite(state.items(), f"save to {folder}")
     with atomic_folder(folder) as temporary:
         write_json(temporary / CONFIG, {"format": OWN, "model": model.config.to_dict(), **model.notes, **(extra or {})})
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         if model.config.tie_embeddings:
-            state["unembed.weight"] = state["unembed.weight"].clone()
-        save_file(state, temporary / WEIGHTS)
+            weights["unembed.weight"] = weights["unembed.weight"].clone()
+        save_file(weights, temporary / WEIGHTS)
         if model.tokenizer is not None:
             model.tokenizer.backend_tokenizer.save(str(temporary / TOKENIZER))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 from typing import Any, cast
 
@@ -174,6 +176,16 @@ class HybridLM(Instrumented, HookedRootModule):
     def layers(self) -> list[Block]:
         """The blocks, typed."""
         return cast(list[Block], list(self.blocks))
+
+    def set_window(self, window: int) -> None:
+        """Give every swa site the native window W = `window`, in the config too; ValueError without such sites."""
+        if not any("swa:" in layer for layer in self.config.layers):
+            raise ValueError(f"window={window}: no swa site to set it on; layers {', '.join(self.config.layers)}")
+        pattern = [re.sub(r"swa:\d+", f"swa:{window}", layer) for layer in self.config.layers]
+        self.config = dataclasses.replace(self.config, pattern=pattern)
+        for site in self.sites:
+            if site.mixer.startswith("swa:"):
+                site.window, site.mixer = window, f"swa:{window}"
 
     def save(self, folder: str | Path) -> None:
         """Write config.json, model.safetensors and the tokenizer, atomically; see `checkpoint.save`."""

@@ -8,17 +8,17 @@ from typing import Any
 
 
 def untuned() -> None:
-    """Make `triton.autotune` keep the first configuration only; before fla is imported, in a process of its own.
+    """Make Triton's autotuners keep their first configuration only; before fla is imported, in a process of its own.
 
     Tuning compiles every configuration of every kernel: minutes of all cores where a check takes seconds. Raises
     RuntimeError where fla was imported already.
     """
     if "fla" in sys.modules:
-        raise RuntimeError("untuned(): fla is imported already, its kernels are decorated")
-    triton: Any = importlib.import_module("triton")
-    tuned = triton.autotune
+        raise RuntimeError("untuned(): fla is imported already, its kernels have their configurations")
+    tuner: Any = importlib.import_module("triton.runtime.autotuner").Autotuner  # fla's own subclasses it
+    start = tuner.__init__
 
-    def autotune(configs: list[Any], *args: Any, **kwargs: Any) -> Any:
-        return tuned(configs[:1], *args, **kwargs)
+    def first(self: Any, fn: Any, arg_names: Any, configs: list[Any], *args: Any, **kwargs: Any) -> None:
+        start(self, fn, arg_names, configs[:1], *args, **kwargs)
 
-    triton.autotune = autotune
+    tuner.__init__ = first

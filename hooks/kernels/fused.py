@@ -37,7 +37,7 @@ MODULES = {
     "chunk_simple_gla": "fla.ops.simple_gla",
     "chunk_gla": "fla.ops.gla",
     "chunk_rwkv6": "fla.ops.rwkv6",
-    "chunk_hgrn": "fla.ops.hgrn",
+    "fused_recurrent_hgrn": "fla.ops.hgrn",
     "chunk_delta_rule": "fla.ops.delta_rule",
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
     "chunk_kda": "fla.ops.kda",
@@ -88,7 +88,10 @@ def path_of(
         case "before":
             return "chunk_rwkv6", "reads the state before it is written"
         case "elementwise":
-            return "chunk_hgrn", "K = V = 1: a scan per channel, all in fp32"
+            return (
+                "fused_recurrent_hgrn",
+                "K = V = 1: a scan per channel, all in fp32 (chunk_hgrn's repeated runs differ beyond a chunk)",
+            )
         case "delta" if dtype == torch.float32:
             return "chunk_kda", "chunk_delta_rule takes no fp32; a decay of 1 is the same"
         case "delta":
@@ -215,12 +218,10 @@ def _pad(x: Tensor, last: int, other: int = 0) -> Tensor:
 def _elementwise(
     op: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """h_t = e^g_t h_{t-1} + k_t v_t per channel (heads are channels). fla's op has no gradient for its initial state
-    and ignores the final state's, so the first goes in with the first input and the last output is the second."""
-    x = (k.float() * v.float())[..., 0]  # [B,T,H]
-    g = g[..., 0]
-    if state is not None:
-        first = x[:, :1] + g[:, :1].exp() * state[:, None, :, 0, 0]
-        x = torch.cat([first, x[:, 1:]], 1)
-    h, _ = op(x=x, g=g.contiguous())
-    return (q.float()[..., 0] * h)[..., None], h[:, -1, :, None, None]
+    """h_t = e^g_t h_{t-1} + k_t v_t per channel (heads are channels)."""
+    x = (k.float() * v.float())[..., 0].contiguous()  # [B,T,H]
+    h, final = op(
+        x=x, g=g[..., 0].contiguous(), initial_state=None if state is None else state[..., 0, 0].contiguous(),
+        output_final_state=True,
+    )  # fmt: skip
+    return (q.float()[..., 0] * h)[..., None], final[..., None, None]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file
+from tiny import assert_same_run, killed_at, losses, weights
 
 import hybridscope as hs
 from hybridscope.experiments import train as module
 from hybridscope.experiments.corpus import corpus, data_hash
+from hybridscope.experiments.distributed import Team
 from hybridscope.experiments.sources import language_of, needles_for
 from hybridscope.experiments.train import STATE, schedule, train
 from hybridscope.hooks.checkpoint import read_json
@@ -30,36 +30,6 @@ def config(tmp_path_factory):
 def whole(config, tmp_path_factory) -> Path:
     """An uninterrupted run."""
     return train(config, tmp_path_factory.mktemp("run") / "ladder", progress=False)
-
-
-def losses(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "loss.jsonl").read_text().splitlines()]
-
-
-def weights(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(folder / f"step-{step:06d}" / "model.safetensors")
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    """Bit for bit: every checkpoint, the log, run.json."""
-    assert sorted(p.name for p in a.iterdir()) == sorted(p.name for p in b.iterdir())
-    for file in (p.relative_to(a) for p in a.rglob("*") if p.is_file()):
-        assert (a / file).read_bytes() == (b / file).read_bytes(), file
-
-
-def killed_at(monkeypatch, config, folder: Path, name: str, when) -> None:
-    """Run until a call of train's `name` for which `when` holds."""
-    real = getattr(module, name)
-
-    def stop(*args, **kwargs):
-        if when(*args):
-            raise KeyboardInterrupt
-        return real(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, name, stop)
-        with pytest.raises(KeyboardInterrupt):
-            train(config, folder, progress=False)
 
 
 # Learning
@@ -91,8 +61,8 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
 
 
 def test_vectors_do_not_decay(config):
-    groups = module.make_optimizer(hs.HybridLM(config.hybrid()), config).param_groups
-    decays = {p.ndim >= 2: g["weight_decay"] for g in groups for p in g["params"]}
+    [optimizer] = module.make_optimizers(hs.HybridLM(config.hybrid()), config)
+    decays = {p.ndim >= 2: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert decays == {True: 0.1, False: 0.0}
 
 
@@ -162,7 +132,7 @@ def test_gradients_of_micro_batches_are_those_of_the_batch(config):
     for parts in (1, 2, 8):
         torch.manual_seed(0)
         model = hs.HybridLM(config.hybrid()).double()
-        module._accumulate(model, batch, parts, torch.device("cpu"))
+        module._accumulate(model, batch, parts, Team(torch.device("cpu")))
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     for other in gradients[1:]:
         assert (other - gradients[0]).abs().max() < 1e-6 * gradients[0].abs().max()

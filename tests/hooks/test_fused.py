@@ -35,10 +35,16 @@ def inputs(family: str, T: int = 21, **shape: Any) -> dict[str, Any]:
 def stand_in(name: str, seen: dict[str, Any] | None = None) -> Callable[..., Any]:
     """fla's op `name` by its signature: its argument names, shapes and dtypes, and what it gives no gradient to."""
 
-    def hgrn(x: Tensor, g: Tensor, initial_state: None = None, output_final_state: bool = False) -> tuple[Tensor, None]:
-        assert (x.ndim, g.shape, initial_state, output_final_state) == (3, x.shape, None, False)
+    def hgrn(x: Tensor, g: Tensor, initial_state: Tensor | None, output_final_state: bool) -> tuple[Tensor, Tensor]:
+        assert (x.ndim, g.shape, output_final_state) == (3, x.shape, True)
+        assert x.dtype == g.dtype == torch.float32
+        assert x.is_contiguous()
+        assert g.is_contiguous()
+        assert initial_state is None or initial_state.shape == x[:, 0].shape
         one = torch.ones_like(x)[..., None]
-        return recurrence_reference(q=one, k=one, v=x[..., None], log_decay=g[..., None])[0][..., 0], None
+        state = None if initial_state is None else initial_state[..., None, None]
+        out, final = recurrence_reference(q=one, k=one, v=x[..., None], log_decay=g[..., None], state=state)
+        return out[..., 0], final[..., 0, 0]
 
     def op(*, scale: float, initial_state: Tensor | None, output_final_state: bool, **x: Tensor) -> Any:
         assert scale == 1.0
@@ -67,7 +73,7 @@ def stand_in(name: str, seen: dict[str, Any] | None = None) -> Callable[..., Any
         read: Any = "before" if name == "chunk_rwkv6" else "after"
         return recurrence_reference(q=q, **x, log_decay=g, state=initial_state, read=read)
 
-    return hgrn if name == "chunk_hgrn" else op
+    return hgrn if name == "fused_recurrent_hgrn" else op
 
 
 @pytest.fixture
@@ -93,7 +99,7 @@ def test_the_rule_avoids_what_hopper_gets_wrong(version: str, capability: tuple[
     machine: dict[str, Any] = {"triton": version, "capability": capability, "training": training}
     expected = {
         "scalar": "chunk_gla" if refused else "chunk_simple_gla", "vector": "chunk_gla", "before": "chunk_rwkv6",
-        "elementwise": "chunk_hgrn", "delta": "chunk_delta_rule", "delta vector": "chunk_kda",
+        "elementwise": "fused_recurrent_hgrn", "delta": "chunk_delta_rule", "delta vector": "chunk_kda",
         "delta scalar": "chunk_kda" if refused else "chunk_gated_delta_rule", "low rank": "chunk_dplr_delta_rule",
     }  # fmt: skip
     for family in FAMILIES:
@@ -154,7 +160,7 @@ def test_resets_stay_finite(on_gpu: dict[str, Any], family: str) -> None:
         pytest.skip("no decay")
     x["log_decay"][:, 10] = -torch.inf
     out, state = kernels.fused(**x, read=read_of(family))
-    assert on_gpu["op"] == "chunk_hgrn" or min(
+    assert on_gpu["op"] == "fused_recurrent_hgrn" or min(
         float(y.min()) for n, y in on_gpu["terms"].items() if n in ("g", "w", "gk")
     ) == pytest.approx(kernels.FLOOR)
     for got, expected in zip((out, state), recurrence_reference(**x, read=read_of(family)), strict=True):

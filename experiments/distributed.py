@@ -1,0 +1,122 @@
+"""Training on several processes: what each of them holds, sees and sums up.
+
+Every process makes the whole batch and trains on its rows; the weights, or each process's share of them, are
+PyTorch's business (DistributedDataParallel, or FSDP2's fully_shard). A process alone is a team of one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from ..hooks.model import HybridLM
+    from .config import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Team:
+    """The processes of one run: this one's `rank` of `size`, its `device`, and how they share work (ddp, fsdp)."""
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    parallel: str = "ddp"
+
+    @property
+    def first(self) -> bool:
+        """Whether this process is the one that writes files."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+    def share(self, batch: Tensor) -> Tensor:
+        """This process's rows of a batch [B,...]."""
+        return batch.chunk(self.size)[self.rank]
+
+    def mean(self, value: float) -> float:
+        """A number averaged over the processes."""
+        if self.size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.item() / self.size
+
+    def wrap(self, model: HybridLM) -> nn.Module:
+        """What to call in the model's place. Gradients come out averaged over the processes; under FSDP the model's
+        parameters become shares, so optimisers are made after this."""
+        if self.size == 1:
+            return model
+        if self.parallel == "ddp":
+            return DistributedDataParallel(model)
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        for block in model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    def gather(self, state: Any) -> Any:
+        """A state dict as a process alone would have it, on the first process; on the others it has holes."""
+
+        def whole(share: DTensor) -> Tensor | None:
+            full = share.full_tensor()
+            return full.cpu() if self.first else None
+
+        return tree_map_only(DTensor, whole, state)
+
+
+def team(config: TrainConfig, device: torch.device) -> Team:
+    """The team that torchrun's environment describes; each process has its own GPU.
+
+    Raises ValueError where the processes cannot split `train.batch` evenly.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return Team(device)
+    if config.batch % (size * config.accumulate):
+        raise ValueError(
+            f"train.batch={config.batch}: expected a multiple of {size} processes x train.accumulate="
+            f"{config.accumulate}"
+        )
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        atexit.register(dist.destroy_process_group)  # not sooner: a process that joins a second time may hang
+    return Team(device, dist.get_rank(), size, config.parallel)
+
+
+def whole_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A pre-hook of Muon's step, which takes matrices whole: under FSDP every process gathers the gradients, takes the
+    same step and keeps its share of the weights. Sharded steps came out five times slower, and rounded differently."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if isinstance(p.grad, DTensor):
+                p.grad = p.grad.redistribute(placements=[Replicate()])
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """`optimizer.load_state_dict` of a whole state dict, split as the optimiser has it."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, entry in state["state"].items():
+        p = parameters[index]
+        if isinstance(p, DTensor):
+            placements = [Replicate()] if isinstance(optimizer, torch.optim.Muon) else p.placements
+            for name, value in entry.items():
+                if value.shape == p.shape:
+                    entry[name] = distribute_tensor(value, p.device_mesh, placements)
+    optimizer.load_state_dict(state)

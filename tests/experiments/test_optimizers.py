@@ -1,0 +1,79 @@
+"""AdamW by default; with `train.optimizer = "muon"`, Muon for the linear maps inside blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from tiny import assert_same_run, killed_at, losses
+
+import hybridscope as hs
+from hybridscope.experiments import train as module
+from hybridscope.experiments.train import make_optimizers, schedule, train
+
+MIXED = ('model.pattern=["swa:4", "gdn", "full"]', "model.n_layers=3", "model.qk_norm=true")
+MUON = (*MIXED, "train.optimizer=muon")
+
+
+def split(config) -> tuple[list[torch.optim.Optimizer], list[set[str]]]:
+    """The optimisers, and the names of the parameters each has."""
+    model = hs.HybridLM(config.hybrid())
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimizers = make_optimizers(model, config)
+    return optimizers, [{names[id(p)] for g in o.param_groups for p in g["params"]} for o in optimizers]
+
+
+def test_adamw_is_the_default(tmp_path):
+    config = tiny.config(tmp_path, *MIXED)
+    [optimizer], [names] = split(config)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert names == {name for name, _ in hs.HybridLM(config.hybrid()).named_parameters()}
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_muon_takes_linear_maps_inside_blocks_and_nothing_else(tmp_path, tied):
+    config = tiny.config(tmp_path, *MUON, f"model.tie_embeddings={tied}")
+    [adamw, muon], [rest, linear] = split(config)
+    assert isinstance(adamw, torch.optim.AdamW)
+    assert isinstance(muon, torch.optim.Muon)
+    assert all(name.startswith("blocks.") and name.endswith("_proj.weight") for name in linear)
+    assert {"blocks.0.attn.q_proj.weight", "blocks.1.attn.v_proj.weight", "blocks.2.mlp.down_proj.weight"} <= linear
+    assert {
+        "embed.weight",
+        "blocks.1.attn.conv.weight",
+        "blocks.1.attn.decay.log_rate",
+        "blocks.0.attn.q_norm.weight",
+    } <= rest
+    assert ("unembed.weight" in rest) == (tied == "false")
+    assert not rest & linear
+    assert rest | linear == {name for name, _ in hs.HybridLM(config.hybrid()).named_parameters()}
+
+
+@pytest.mark.parametrize(("override", "rate"), [((), 1e-2), (("train.muon_lr=3e-2",), 3e-2)])
+def test_both_follow_the_schedule_from_their_own_rate(tmp_path, monkeypatch, override, rate):
+    made = []
+    monkeypatch.setattr(module, "make_optimizers", lambda *args: made.extend(make_optimizers(*args)) or made)
+    run = train(tiny.config(tmp_path, *MUON, *override), tmp_path / "ladder", progress=False)
+    last = schedule(11, 2, 12)
+    assert [g["lr"] for o in made for g in o.param_groups] == pytest.approx([1e-2 * last, 1e-2 * last, rate * last])
+    assert losses(run)[-1]["lr"] == pytest.approx(1e-2 * last)
+
+
+def test_the_loss_falls_under_muon(tmp_path):
+    run = tiny.config(tmp_path, *MUON, "train.steps=60", "train.saves=1", "train.lr=2e-2", "data.copy_share=0")
+    log = [row["loss"] for row in losses(train(run, tmp_path / "ladder", progress=False))]
+    assert np.mean(log[-10:]) < np.mean(log[:5]) - 0.8
+
+
+def test_a_killed_run_under_muon_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    config = tiny.config(tmp_path, *MUON)
+    whole = train(config, tmp_path / "whole", progress=False)
+    killed_at(monkeypatch, config, tmp_path / "killed", "schedule", lambda now, *_: now == 6)
+    assert_same_run(train(config, tmp_path / "killed", progress=False), whole)
+
+
+@pytest.mark.parametrize("field", ["optimizer", "parallel"])
+def test_an_unknown_choice_is_an_error(tmp_path, field):
+    with pytest.raises(ValueError, match=rf"train\.{field}='sgd': expected \w+ or \w+"):
+        tiny.config(tmp_path, f"train.{field}=sgd")
