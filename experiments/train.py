@@ -23,6 +23,7 @@ from ..hooks.model import HybridLM
 from .config import RunConfig
 from .corpus import corpus, data_hash
 from .distributed import Team, load_optimizer, team, whole_gradients
+from .loss import token_loss
 
 STATE, LOG = "resume.pt", "loss.jsonl"
 
@@ -67,7 +68,7 @@ def train(config: RunConfig, out: str | Path, *, progress: bool = True) -> Path:
             torch.compiler.reset()  # else the windows may use up torch.compile's limit of recompilations
         for group in groups:
             group["lr"] = group["initial_lr"] * schedule(step, t.warmup, t.steps)
-        loss = _accumulate(forward, source.batch(t.seed, step, t.batch), t.accumulate, workers)
+        loss = _accumulate(forward, source.batch(t.seed, step, t.batch), t.accumulate, workers, compiled)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), t.clip)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not math.isfinite(loss) or not bool(norm.isfinite()):
@@ -94,7 +95,9 @@ def _set_window(model: HybridLM, window: int | None) -> bool:
     return model.config != before
 
 
-def _accumulate(forward: Any, batch: tuple[Tensor, Tensor], parts: int, workers: Team) -> float:
+def _accumulate(
+    forward: Any, batch: tuple[Tensor, Tensor], parts: int, workers: Team, compiled: bool = False
+) -> float:
     """Gradients of the weighted mean loss over the whole batch, this process's rows a part at a time; returns the
     loss."""
     tokens, weight = batch
@@ -104,9 +107,8 @@ def _accumulate(forward: Any, batch: tuple[Tensor, Tensor], parts: int, workers:
     for x, w in zip(*shares, strict=True):
         x, w = x.to(workers.device), w.to(workers.device)
         with _autocast(workers.device):
-            logits = forward(x)[:, :-1]
-        losses = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), x[:, 1:].flatten(), reduction="none")
-        part = (losses * w.flatten()).sum() / total
+            logits = forward(x)
+        part = token_loss(logits, x, w, total.to(workers.device), compiled=compiled)
         part.backward()
         loss += part.item()
     return workers.mean(loss)
@@ -123,7 +125,8 @@ def make_optimizers(model: HybridLM, config: RunConfig) -> list[torch.optim.Opti
         {"params": [p for p in rest if p.ndim >= 2], "weight_decay": t.weight_decay},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=t.lr, betas=(0.9, 0.95))]
+    fused = all(p.is_cuda for p in rest)
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=t.lr, betas=(0.9, 0.95), fused=fused)]
     if linear:
         lr = t.lr if t.muon_lr is None else t.muon_lr
         muon = torch.optim.Muon(linear, lr=lr, weight_decay=t.weight_decay, adjust_lr_fn="match_rms_adamw")
@@ -229,6 +232,7 @@ def _save(
     folder: Path,
     run: dict[str, Any],
     model: HybridLM,
+    fused = all(p.is_cuda for p in rest)
     optimizers: list[torch.optim.Optimizer],
     step: int,
     workers: Team,

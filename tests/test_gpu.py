@@ -12,7 +12,7 @@ from hybridscope.experiments.bench.untuned import untuned
 from hybridscope.experiments.config import load_config
 from hybridscope.experiments.sources import documents_for, needles_for
 from hybridscope.experiments.train import train
-from hybridscope.hooks.kernels import dispatch
+from hybridscope.hooks.kernels import attention, dispatch
 from hybridscope.hooks.kernels import fused as kernels
 
 pytestmark = pytest.mark.gpu
@@ -102,3 +102,22 @@ def test_fused_recurrences_under_compile_and_autocast() -> None:
         grads.append(torch.autograd.grad(value, list(x.values())))
     for name, got, expected in zip(x, *grads, strict=True):
         assert kernel_parity.error(got, expected) < 2 * kernel_parity.TOLERANCE["bf16"][1], name
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
+@pytest.mark.parametrize("window", [1, 5, 130, 299])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_windows_in_one_flash_call(heads: tuple[int, int], window: int, compiled: bool) -> None:
+    """Outputs and gradients of 16-bit windows against the dense softmax in fp64."""
+    H, G = heads
+    q, k, v = (torch.randn(2, 300, n, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (H, G, G))
+    assert attention._flash_takes(q, k, v)
+    run = torch.compile(attention.attention) if compiled else attention.attention
+    got = run(q=q, k=k, v=v, window=window)
+    expected = attention.attention_reference(q=q.double(), k=k.double(), v=v.double(), window=window)
+    grad = torch.randn_like(got)
+    assert kernel_parity.error(got, expected) < 1e-2
+    for ours, theirs in zip(
+        torch.autograd.grad(got, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad.double()), strict=True
+    ):
+        assert kernel_parity.error(ours, theirs) < 2e-2

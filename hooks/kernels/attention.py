@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .fused import compute_dtype
+
 ROWS = 256  # query rows a masked call handles at once: bounds its mask at ROWS x (ROWS + window)
 SCORES = 2**22  # scores held at once where no fused kernel can cap them
 
@@ -51,8 +53,9 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """Causal attention [B,T,H,V] through SDPA; same arguments as `attention_reference`.
 
-    Without a window (or with one that cannot bind) and without positions this is one fused causal call.
-    Otherwise blocks of ROWS query rows see the span of keys they can reach, under a small mask. Raises
+    Without positions this is one fused causal call where no window binds, and one flash call where only a window does
+    and the tensors are 16-bit on a GPU. Otherwise blocks of ROWS query rows see the span of keys they can reach, under
+    a small mask. Raises
     ValueError for a window < 1, or positions that are missing where q and k are not the same tokens.
     """
     if window is not None and window < 1:
@@ -64,6 +67,8 @@ def attention(
     if q_pos is None and k_pos is None and q_seg is None and k.shape[1] == T:
         if softcap is None and (window is None or window >= T):
             return _softmax(q, k, v, None, **score)
+        if window is not None and not sinks and softcap is None and sink_logits is None and _flash_takes(q, k, v):
+            return _flash(q, k, v, window, scale)
         span = T if window is None else window
         rows = [_banded(q, k, v, start, span, sinks, limit, score) for start in range(0, T, ROWS)]
         return torch.cat(rows, 1)
@@ -171,6 +176,25 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | N
         scale=scale, enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
     return out.transpose(1, 2)[..., :V]
+
+
+def _flash_takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the flash kernel that torch brings can have these: CUDA, 16 bits after autocast, one width of its own."""
+    if not q.is_cuda or torch.cuda.get_device_properties(q.device).major < 8:
+        return False
+    K = q.shape[-1]
+    return compute_dtype(q).itemsize == 2 and v.shape[-1] == K and K % 8 == 0 and K <= 256
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
+    """Causal attention under a window in one call, which a compiled model keeps as one node."""
+    dtype = compute_dtype(q)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    T = q.shape[1]
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, None, None, T, T, 0.0, False, False, scale=scale, window_size_left=window - 1, window_size_right=0
+    )
+    return out
 
 
 def _positions(q: Tensor, k: Tensor, q_pos: Tensor | None, k_pos: Tensor | None) -> tuple[Tensor, Tensor]:

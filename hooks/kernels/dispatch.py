@@ -77,9 +77,13 @@ def recur(
     path, _ = choose(family, q.device, kernels.compute_dtype(v))
     if q.shape[1] == 1 and not kernels.is_training(q, k, v, log_decay, beta, a, b, state):
         return step(q=q, k=k, v=v, log_decay=log_decay, beta=beta, a=a, b=b, state=state, read=read)
-    f = kernels.fused if path == "fused" else recurrence
+    f, dtype = kernels.fused if path == "fused" else recurrence, v.dtype
+    if path == "fused" and family != "elementwise":  # here and not behind the kernels' graph break: fused with what
+        low = kernels.compute_dtype(v)  # makes these tensors, they are written once, in 16 bits
+        q, k, v = q.to(low), k.to(low), v.to(low)
+        a, b = (None if x is None else x.to(low) for x in (a, b))
     out, state = f(q=q, k=k, v=v, log_decay=log_decay, beta=beta, a=a, b=b, state=state, read=read)
-    return out.to(v.dtype), state  # a strength in fp32 promotes beta v in the torch path
+    return out.to(dtype), state  # a strength in fp32 promotes beta v in the torch path
 
 
 @without_autocast

@@ -39,11 +39,27 @@ def rope(x: Tensor, position: Tensor, base: float) -> Tensor:
     """Rotate dimension pairs (d, d + K/2) of x [B,T,H,K] by position * base^(-2d/K) (arXiv 2104.09864)."""
     half = x.shape[-1] // 2
     dtype = torch.promote_types(x.dtype, torch.float32)
-    frequency = base ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
-    angle = (position[..., None].double() * frequency)[:, :, None]
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    cos, sin = (y[:, :, None].to(dtype) for y in _rotations(position, half, base))
     left, right = x.to(dtype).split(half, -1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x.dtype)
+
+
+@torch.library.custom_op("hybridscope::rotations", mutates_args=(), schema="(Tensor p, int n, float base) -> Tensor[]")
+def _rotations(position: Tensor, half: int, base: float) -> list[Tensor]:
+    """cos and sin of position * base^(-d/half) in fp64, [1 or B,T,half].
+
+    An op of its own, so that torch.compile computes it once a token: it would put the powers and cosines, all in fp64,
+    into the loops over heads and samples, forward and backward.
+    """
+    frequency = base ** (-torch.arange(half, dtype=torch.float64, device=position.device) / half)
+    angle = position[..., None].double() * frequency
+    return [angle.cos(), angle.sin()]
+
+
+@_rotations.register_fake
+def _(position: Tensor, half: int, base: float) -> list[Tensor]:
+    shape = (*position.shape, half)
+    return [torch.empty(shape, dtype=torch.float64, device=position.device) for _ in range(2)]
 
 
 class ShortConv(nn.Module):

@@ -1,0 +1,51 @@
+"""`hybridscope bench`: the benches under one command, and their tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from ..report import RUNS, number, split
+
+What = Annotated[Literal["train", "parity", "kernels", "table"], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")]
+Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="A,B")]
+
+
+def bench(
+    what: What,
+    out: Path | None = None,
+    sizes: Names = (),
+    lengths: Names = (),
+    patterns: Names = (),
+    budget: float = 540.0,
+    device: Literal["cuda", "cpu"] = "cuda",
+) -> None:
+    """Measure training speed or check fused kernels, on a CUDA device; print a table of the results.
+
+    Args:
+        what: train (tokens/s, MFU and peak memory of layer patterns), parity (short trainings, fused beside torch),
+            kernels (each fused recurrence and its gradients beside torch), table (print --out's results as Markdown).
+        out: Results file, by default runs/bench/WHAT.json; train goes on where an unfinished one stops.
+        sizes: train: 15m, 100m, 340m; with lengths and patterns in place of a fixed plan.
+        lengths: train: tokens of a sequence.
+        patterns: train: full, gdn (1:1 with full), gdn@3:1, gdn@pure, swa:512, ..., or peers such as fla-gdn.
+        budget: Seconds; what is not begun then is listed as not run.
+        device: train: cpu shows that the bench works, its numbers mean nothing.
+    """
+    file = out or RUNS / "bench" / f"{what}.json"
+    if what == "table":
+        from . import tables
+
+        print(tables.markdown(tables.load(file)))
+        return
+    from . import kernel_parity, parity_train, train
+
+    train.need_device(device)
+    if what == "train":
+        cells = train.plan(split(sizes), [number("lengths", n) for n in split(lengths)], split(patterns))
+        train.report(train.bench(file, train.Options(cells, device, budget)), file)
+    else:
+        check = {"parity": parity_train, "kernels": kernel_parity}[what]
+        check.main(["--out", str(file), "--budget", str(budget)])
