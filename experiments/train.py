@@ -95,9 +95,7 @@ def _set_window(model: HybridLM, window: int | None) -> bool:
     return model.config != before
 
 
-def _accumulate(
-    forward: Any, batch: tuple[Tensor, Tensor], parts: int, workers: Team, compiled: bool = False
-) -> float:
+def _accumulate(forward: Any, batch: tuple[Tensor, Tensor], parts: int, workers: Team, compiled: bool = False) -> float:
     """Gradients of the weighted mean loss over the whole batch, this process's rows a part at a time; returns the
     loss."""
     tokens, weight = batch
@@ -232,7 +230,6 @@ def _save(
     folder: Path,
     run: dict[str, Any],
     model: HybridLM,
-    fused = all(p.is_cuda for p in rest)
     optimizers: list[torch.optim.Optimizer],
     step: int,
     workers: Team,
