@@ -260,12 +260,13 @@ def machine() -> str:
 
 
 def commit() -> str | None:
-    """The repository's commit, where the library runs from a checkout that tracks it."""
+    """The repository's commit, where the library runs from a checkout that tracks it; "-dirty" where files differ."""
     here = Path(__file__).resolve()
     tracked = ["git", "ls-files", "--error-unmatch", here.name]
     try:
         subprocess.run(tracked, cwd=here.parent, capture_output=True, check=True)
         out = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here.parent, capture_output=True, text=True, check=True)
+        clean = subprocess.run(["git", "diff", "--quiet", "HEAD"], cwd=here.parent, check=False).returncode == 0
     except (OSError, subprocess.CalledProcessError):
         return None
-    return out.stdout.strip()
+    return out.stdout.strip() + ("" if clean else "-dirty")

@@ -20,6 +20,7 @@ def bench(
     lengths: Names = (),
     patterns: Names = (),
     budget: float = 540.0,
+    prepare: int = 0,
     device: Literal["cuda", "cpu"] = "cuda",
 ) -> None:
     """Measure training speed or check fused kernels, on a CUDA device; print a table of the results.
@@ -32,6 +33,7 @@ def bench(
         lengths: train: tokens of a sequence.
         patterns: train: full, gdn (1:1 with full), gdn@3:1, gdn@pure, swa:512, ..., or peers such as fla-gdn.
         budget: Seconds; what is not begun then is listed as not run.
+        prepare: train: processes that compile fla's kernels beforehand, all patterns side by side (minutes, once).
         device: train: cpu shows that the bench works, its numbers mean nothing.
     """
     file = out or RUNS / "bench" / f"{what}.json"
@@ -45,7 +47,7 @@ def bench(
     train.need_device(device)
     if what == "train":
         cells = train.plan(split(sizes), [number("lengths", n) for n in split(lengths)], split(patterns))
-        train.report(train.bench(file, train.Options(cells, device, budget)), file)
+        train.report(train.bench(file, train.Options(cells, device, budget, prepare=prepare)), file)
     else:
         check = {"parity": parity_train, "kernels": kernel_parity}[what]
         check.main(["--out", str(file), "--budget", str(budget)])

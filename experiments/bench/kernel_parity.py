@@ -150,10 +150,13 @@ def run(
     """All tasks in processes of their own, `jobs` at a time, killed after `budget` seconds; saved row by row."""
     from importlib.metadata import version
 
+    from ..train import commit
+
     gpu = torch.cuda.get_device_properties(0)
     names = ("torch", "triton", "flash-linear-attention", "transformers")
     result: dict[str, Any] = {
-        "gpu": gpu.name, "capability": [gpu.major, gpu.minor], "versions": {n: version(n) for n in names},
+        "bench": "kernel_parity", "device": gpu.name, "commit": commit(), "capability": [gpu.major, gpu.minor],
+        "versions": {n: version(n) for n in names},
         "python": platform.python_version(), "seed": seed, "tuned": tuned, "tolerance": TOLERANCE, "exact": EXACT,
         "unfinished": [], "rows": [],
     }  # fmt: skip

@@ -47,7 +47,7 @@ def train(result: Row) -> str:
     if failed:
         lines += ["", "Failed:", "", *[f"- {row['id']}: {_plain(row['exception'])}" for row in failed]]
     if result["not_run"]:
-        lines += ["", f"Not run: {', '.join(result['not_run'])}."]
+        lines += ["", f"Not run: {len(result['not_run'])} cells, {result['not_run'][0]} the first of them."]
     notes = dict.fromkeys(f"{row['pattern']}: {note}" for row in good for note in row["notes"])
     lines += ["", *[f"- {_plain(note)}" for note in notes]] if notes else []
     if any(row[f"vs_{key}_session"] for row in good for key in ("full", "peer")):
@@ -77,19 +77,45 @@ def _cells(row: Row) -> list[str]:
 
 def parity(result: Row) -> str:
     """Loss curves of the fused path beside the torch path's."""
-    head = ("mixer", "path", "loss at first", "torch, last", "fused, last", "largest difference", "of the drop", "")
+    head = ("mixer", "dtype", "path", "loss at first", "torch, last", "fused, last", "difference", "of the drop", "")
     rows = []
     for row in result["rows"]:
         if row["status"] != "ok":
-            rows.append([f"`{row['mixer']}`", _plain(row["exception"])[:80], *[""] * 5, "failed"])
+            rows.append([f"`{row['mixer']}`", row["dtype"], _plain(row["exception"])[:80], *[""] * 5, "failed"])
             continue
         rows.append([
-            f"`{row['mixer']}`", row["op"], f"{row['torch_first']:.4f}", f"{row['torch_last']:.4f}",
+            f"`{row['mixer']}`", row["dtype"], row["op"], f"{row['torch_first']:.4f}", f"{row['torch_last']:.4f}",
             f"{row['fused_last']:.4f}", f"{row['largest_difference']:.1e}", f"{row['of_drop']:.2%}",
             "ok" if row["ok"] else "OVER",
         ])  # fmt: skip
     missing = [f"Not run: {', '.join(result['not_run'])}."] if result["not_run"] else []
     return "\n".join([_where(result), "", *_grid(head, rows), "", *missing])
+
+
+def kernels(result: Row) -> str:
+    """Largest errors of each fused recurrence over all lengths and head shapes."""
+    head = ("mixers", "dtype", "op", "without gradients", "output", "state", "gradients", "within bounds")
+    rows = []
+    for family, dtype in dict.fromkeys((row["family"], row["dtype"]) for row in result["rows"]):
+        mine = [row for row in result["rows"] if (row["family"], row["dtype"]) == (family, dtype)]
+        errors = [row["errors"] for row in mine if "errors" in row]
+        worst = [max((e[name] for e in errors), default=float("inf")) for name in ("out", "state")]
+        worst.append(max((v for e in errors for name, v in e.items() if name.startswith("d_")), default=float("inf")))
+        names = ", ".join(f"`{mixer}`" for mixer in mine[0]["mixers"])
+        ops = [mine[0].get(op, "?") for op in ("op", "op_inference")]
+        rows.append([
+            names, dtype, ops[0], "same" if ops[0] == ops[1] else ops[1], *[f"{w:.1e}" for w in worst],
+            f"{sum(row['ok'] for row in mine)}/{len(mine)}",
+        ])  # fmt: skip
+    rows.sort(key=lambda row: (row[1], row[0]))
+    over = [
+        f"{r['family']} {r['dtype']} T = {r['T']}: {', '.join(r.get('over', ['failed']))}"
+        for r in result["rows"]
+        if not r["ok"]
+    ]
+    lengths = ", ".join(f"{n:,}" for n in sorted({row["T"] for row in result["rows"]}))
+    lines = [_where(result), f"T = {lengths}; largest errors relative to the reference.", "", *_grid(head, rows)]
+    return "\n".join([*lines, *(["", f"Over its bound: {'; '.join(over)}."] if over else [])])
 
 
 def attention(result: Row) -> str:
@@ -118,7 +144,7 @@ def attention(result: Row) -> str:
     return "\n".join([_where(result), "", *_grid(head, rows)])
 
 
-TABLES = {"train": train, "parity_train": parity, "attention_paths": attention}
+TABLES = {"train": train, "parity_train": parity, "kernel_parity": kernels, "attention_paths": attention}
 
 
 def _where(result: Row) -> str:

@@ -18,6 +18,8 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -80,6 +82,8 @@ class Options:
     """Seconds that one cell may take, compiling included."""
     seconds: float = 6.0
     """Timed seconds of a cell, at most."""
+    prepare: int = 0
+    """Processes that compile fla's kernels before anything is timed; 0: each cell waits for its own."""
 
 
 def bench(out: Path, options: Options) -> workers.Row:
@@ -116,6 +120,8 @@ def bench(out: Path, options: Options) -> workers.Row:
 
     result["not_run"] = [cell.id for cell in todo]
     workers.save(out, result)
+    if options.prepare and todo:
+        prepare(todo, options, out.with_name(out.stem + "-prepare.stderr"), patience)
     while todo and time.monotonic() < deadline:
         before = len(todo)
         cells = json.dumps([cell.id for cell in todo])
@@ -144,6 +150,26 @@ def bench(out: Path, options: Options) -> workers.Row:
     compare(result)
     workers.save(out, result)
     return result
+
+
+def prepare(cells: list[Cell], options: Options, errors: Path, patience: Callable[[], float]) -> None:
+    """Compile every configuration of the kernels that `cells` need, patterns side by side: a process compiles one at a
+    time, minutes for a delta rule. What tuning finds in such a crowd is not kept; with the binaries there it is quick.
+    """
+    short = {(c.size, c.pattern): dataclasses.replace(c, length=2048, tokens=2048, tags=("uncompiled",)) for c in cells}
+    names = [c.id for c in short.values() if c.pattern != "full"]
+
+    def one(name: str) -> None:
+        arguments = [MODULE, "--worker", json.dumps([name]), "--tokens", "2048", "--device", options.device]
+        workers.follow(
+            [*arguments, "--seconds", "0"], lambda row: None, errors=errors, patience=patience,
+            environment={"FLA_CACHE_RESULTS": "0"},
+        )  # fmt: skip
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(options.prepare) as pool:
+        list(pool.map(one, names))
+    print(f"prepared {len(names)} patterns in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def _opened(out: Path, options: Options) -> workers.Row:
@@ -223,6 +249,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=240, help="seconds one cell may take, compiling included")
     parser.add_argument("--seconds", type=float, default=6, help="timed seconds of a cell, at most")
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens of an optimiser step")
+    parser.add_argument("--prepare", type=int, default=0, help="processes that compile fla's kernels beforehand")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     o = parser.parse_args(args)
@@ -232,7 +259,7 @@ def main(args: list[str] | None = None) -> None:
     try:
         need_device(o.device)
         cells = plan(o.sizes, o.lengths, o.patterns, o.tokens)
-        result = bench(o.out, Options(cells, o.device, o.budget, o.limit, o.seconds))
+        result = bench(o.out, Options(cells, o.device, o.budget, o.limit, o.seconds, o.prepare))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     report(result, o.out)

@@ -79,7 +79,7 @@ class ShortConv(nn.Module):
         padded = torch.cat([front, x], 1)
         taps = [padded[:, i : i + x.shape[1]] * self.weight[:, i] for i in range(self.width)]
         out = sum(taps[1:], taps[0])
-        return out if self.bias is None else out + self.bias
+        return (out if self.bias is None else out + self.bias).to(x.dtype)  # autocast's weights are wider than x
 
     @torch.no_grad()
     def init_weights(self) -> None:
