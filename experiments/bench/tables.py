@@ -144,7 +144,29 @@ def attention(result: Row) -> str:
     return "\n".join([_where(result), "", *_grid(head, rows)])
 
 
-TABLES = {"train": train, "parity_train": parity, "kernel_parity": kernels, "attention_paths": attention}
+def parallel(result: Row) -> str:
+    """Trainings on several GPUs beside one."""
+    head = ("processes", "parallel", "loss at first", "at last", "difference", "of the drop", "weights' norm", "")
+    rows = []
+    for row in result["rows"]:
+        what = [str(row["processes"]), row["parallel"]]
+        if row["status"] != "ok":
+            rows.append([*what, _plain(row["exception"])[-80:], *[""] * 4, "failed"])
+            continue
+        rows.append([
+            *what, f"{row['losses'][0]:.4f}", f"{row['losses'][-1]:.4f}", f"{row['largest_difference']:.1e}",
+            f"{row['of_drop']:.2%}", f"{row['weight_norm']:.4f}", "ok" if row["ok"] else "OVER",
+        ])  # fmt: skip
+    return "\n".join([_where(result), "", *_grid(head, rows)])
+
+
+TABLES = {
+    "train": train,
+    "parity_train": parity,
+    "kernel_parity": kernels,
+    "attention_paths": attention,
+    "parallel": parallel,
+}
 
 
 def _where(result: Row) -> str:
