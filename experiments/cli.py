@@ -125,6 +125,7 @@ def cap(
     window: Names = (),
     sinks: Names = ("0", "4"),
     by_layer: bool = False,
+    rank: bool = False,
     n: int = 64,
     length: int | None = None,
     haystack: Haystack | None = None,
@@ -139,6 +140,7 @@ def cap(
         window: Caps in tokens, the query counted; by default a half, a quarter, ... of the prompts' length.
         sinks: First keys left visible.
         by_layer: Cap one layer at a time.
+        rank: With --by-layer, rank full layers by how much the loss on answers rises when each is capped alone.
         n: Prompts.
         length: Tokens per prompt; by default the model's context, at most 1,024.
         haystack: essay and repeat need a tokenizer; by default what suits the model.
@@ -147,19 +149,30 @@ def cap(
     """
     from .. import figures
     from ..probes.capsweep import cap_sweep
+    from ..probes.importance import layer_importance
+    from .report import show_caps
     from .sources import documents_for
 
-    file = place("cap", source, out)
+    kinds, file = split(kind), place("importance" if rank else "cap-layers" if by_layer else "cap", source, out)
+    if rank and not by_layer:
+        raise ValueError("--rank: ranks layers that are capped one at a time; give --by-layer as well")
+    if rank and len(kinds) > 1:
+        raise ValueError(f"--kind {','.join(kinds)}: --rank ranks the layers of one kind")
     model = _load(source)
     needles = _needles(model, source, n, length, haystack, None, seed)
     tokens = needles.tokens.shape[1]
     windows = [number("window", w) for w in split(window)] or [max(1, tokens // 2**i) for i in (1, 2, 3, 4)]
-    texts = documents_for(model, source, n, length=length, seed=seed) if tokens > max(windows) + 2 else None
+    keep_first = [number("sinks", s) for s in split(sinks)]
+    if rank:
+        table = layer_importance(model, needles, windows=windows, sinks=keep_first, kind=[*kinds, "full"][0])
+        show(table)
+        return keep(table, "importance", source, file, figures.layer_importance(table), n=n, seed=seed)
+    texts = documents_for(model, source, n, length=length, seed=seed) if tokens > min(windows) + 1 else None
     table = cap_sweep(
-        model, needles, texts, kinds=split(kind) or None, windows=windows,
-        sinks=[number("sinks", s) for s in split(sinks)], by_layer=by_layer,
+        model, needles, texts, kinds=kinds or None, windows=windows, sinks=keep_first, by_layer=by_layer,
+        by_distance=not by_layer,
     )  # fmt: skip
-    show(table)
+    show_caps(table, file)
     figure = figures.cap_heatmap(table) if by_layer else figures.cap_curves(table)
     keep(table, "cap", source, file, figure, n=n, seed=seed)
 
@@ -323,12 +336,13 @@ def doctor(json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
     print(json.dumps(found) if json_ else text(found))
 
 
-def plot(table: Table, drift: Path | None = None, out: Path | None = None) -> None:
+def plot(table: Table, drift: Path | None = None, by_distance: bool = False, out: Path | None = None) -> None:
     """Draw the figure that belongs to a saved table.
 
     Args:
         table: A Parquet table that a hybridscope command wrote.
         drift: For a tracking table: the drift table to draw beside it.
+        by_distance: For a table of caps: needle accuracy by distance instead.
         out: Image to write; by default beside the table.
     """
     from .. import figures
@@ -337,10 +351,10 @@ def plot(table: Table, drift: Path | None = None, out: Path | None = None) -> No
     data, facts = read_table(table)
     name = facts.get("measurement")
     by_layer = "layer" in data and max(data["layer"]) >= 0
-    caps = figures.cap_heatmap if by_layer else figures.cap_curves
+    caps = figures.cap_distance if by_distance else figures.cap_heatmap if by_layer else figures.cap_curves
     drawers: dict[str | None, Any] = {
         "probe": figures.probe_curve, "cap": caps, "caps": caps, "influence": figures.influence,
-        "perplexity": figures.perplexity, "heads": figures.heads_map,
+        "perplexity": figures.perplexity, "heads": figures.heads_map, "importance": figures.layer_importance,
         "track": lambda t: figures.formation(t, None if drift is None else read_table(drift)[0], width=figures.DOUBLE),
     }  # fmt: skip
     if name not in drawers:

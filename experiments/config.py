@@ -140,6 +140,12 @@ class RunConfig:
                 f"train.window_schedule={schedule}: expected [[0.0, W], [fraction, W], ...], "
                 "fractions rising from 0 and below 1, W a whole number >= 1"
             )
+        begun = [round(start * self.train.steps) for start in starts]
+        if len({*begun, self.train.steps}) <= len(begun):
+            raise ValueError(
+                f"train.window_schedule={schedule}: its windows begin at steps {begun} of train.steps="
+                f"{self.train.steps}; expected each to train for a step"
+            )
         if not any("swa:" in mixer for mixer in self.model.pattern):
             raise ValueError(f"train.window_schedule: model.pattern={self.model.pattern} has no swa layer")
 

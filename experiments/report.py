@@ -36,6 +36,32 @@ def show(table: Any) -> None:
     print(table.to_string(index=False, float_format="%.4g"))
 
 
+def show_caps(table: Any, file: Path) -> None:
+    """Print a sweep of caps, and where it has rows by distance those as a grid; their figure goes beside `file`."""
+    from .. import figures
+
+    near = table["distance_low"].notna()
+    show(table[~near].drop(columns=["distance_low", "distance_high"]))
+    if near.any():
+        print(
+            "\nneedle accuracy by tokens back to the needle; (in brackets) where no needle is in a capped layer's view"
+        )
+        show(distance_grid(table[near]))
+        print(figures.save(figures.cap_distance(table), file.with_name(file.stem + "-distance.png")))
+
+
+def distance_grid(rows: Any) -> Any:
+    """Needle accuracy as text: a row per setting, a column per bucket of distance; in brackets where `within` is 0."""
+    settings: dict[Any, dict[str, str]] = {}
+    for r in rows.itertuples():
+        window = "-" if r.window != r.window else str(int(r.window))
+        text = f"{r.needle_accuracy:.2f}" if r.within else f"({r.needle_accuracy:.2f})"
+        place = (r.kind, r.layer, r.site, window, r.sinks)
+        names = {"kind": r.kind, "window": window, "sinks": str(r.sinks)}
+        settings.setdefault(place, names)[f"{int(r.distance_low)}-{int(r.distance_high) - 1}"] = text
+    return type(rows)(list(settings.values()))
+
+
 def split(values: tuple[str, ...]) -> list[str]:
     """Lists may be written 64,128 or 64 128."""
     return [part for value in values for part in value.split(",") if part]

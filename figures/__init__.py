@@ -4,9 +4,11 @@ They import nothing else of hybridscope and leave pyplot alone; `save` writes a 
 """
 
 from .caps import cap_curves
+from .caps_distance import cap_distance
 from .caps_map import cap_heatmap
 from .distance import influence
 from .heads import heads_map
+from .importance import layer_importance
 from .ladder import formation
 from .position import perplexity
 from .probe import probe_curve
@@ -17,10 +19,12 @@ __all__ = [
     "KINDS",
     "SINGLE",
     "cap_curves",
+    "cap_distance",
     "cap_heatmap",
     "formation",
     "heads_map",
     "influence",
+    "layer_importance",
     "perplexity",
     "probe_curve",
     "save",

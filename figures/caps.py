@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 
 from .labels import Label, end_labels, settle
 from .style import DOUBLE, GREY, INK, SINGLE, TEXT, dress, key, kind_style, log_ticks, new_figure
-from .tables import Rows, check, has_values, numbers, pick, single
+from .tables import Rows, check, has_values, numbers, overall, pick, single
 
 NAME = "cap_curves"
 PANELS = {"needle_accuracy": "needle accuracy\n(fraction)", "log_ppl": "log-perplexity\n(nats/token)"}
@@ -32,11 +32,11 @@ def cap_curves(table: pd.DataFrame, *, width: float | int = SINGLE) -> Figure:
     """Needle accuracy and log-perplexity against the window that one whole kind is capped at.
 
     Reads kind, layer, window, sinks, binds, and needle_accuracy, log_ppl where they hold numbers; uses the
-    rows with layer -1 and the uncapped baseline (kind "none"). One curve per kind and number of sinks (line
-    style); a cap that cannot bind stands on the baseline as an open marker. Raises ValueError naming a
+    rows over all needles with layer -1 and the uncapped baseline (kind "none"). One curve per kind and number of
+    sinks (line style); a cap that cannot bind stands on the baseline as an open marker. Raises ValueError naming a
     missing column or unknown kind, and for a table without baseline or without whole-kind caps.
     """
-    rows = check(table, NAME, "kind", "layer", "window", "sinks", "binds")
+    rows = overall(check(table, NAME, "kind", "layer", "window", "sinks", "binds"))
     columns = measured(rows, NAME, PANELS)
     base, caps = pick(rows, kind="none"), rows.loc[(rows["kind"] != "none") & (rows["layer"] == -1)]
     if base.empty:

@@ -14,7 +14,7 @@ from .caps import measured
 from .labels import settle
 from .layers import cell_points, layer_strip, stack_of, strip_height
 from .style import MAGNITUDE, SINGLE, SMALL, bar, dress, frame, key, new_figure, text_on
-from .tables import Rows, check, pick, single
+from .tables import Rows, check, overall, pick, single
 
 NAME = "cap_heatmap"
 VALUES = {
@@ -31,19 +31,21 @@ def cap_heatmap(table: pd.DataFrame, *, value: str | None = None, width: float |
     """Change against uncapped for every single layer (x) capped at every window (y); darker is more harm.
 
     Reads kind, layer, window, sinks, binds and `value`, one of delta_needle_accuracy, delta_log_ppl (by
-    default the first that holds numbers); mixer where present; uses the rows with layer >= 0. One panel per
-    number of sinks; hatched cells are caps that cannot bind, dotted ones were not measured. Raises ValueError
-    naming a missing column, an unknown kind or `value`, and for a table without single-layer caps.
+    default the first that holds numbers); site and mixer where present; uses the rows over all needles with
+    layer >= 0. Parallel sites of a layer have a column each. One panel per number of sinks; hatched cells are
+    caps that cannot bind, dotted ones were not measured. Raises ValueError naming a missing column, an unknown
+    kind or `value`, and for a table without single-layer caps.
     """
-    rows = check(table, NAME, "kind", "layer", "window", "sinks", "binds")
+    rows = overall(check(table, NAME, "kind", "layer", "window", "sinks", "binds"))
     if value is not None and value not in VALUES:
         raise ValueError(f"figures.{NAME}: value={value!r}; expected one of {', '.join(VALUES)}")
-    rows = single(rows.loc[rows["layer"] >= 0].fillna({"sinks": 0}), NAME, "layer", "sinks", "window")
+    rows = rows.loc[rows["layer"] >= 0].fillna({"sinks": 0})
+    rows = single(rows if "site" in rows.columns else rows.assign(site=0), NAME, "layer", "site", "sinks", "window")
     if rows.empty:
         raise ValueError(f"figures.{NAME}: column 'layer' has no row >= 0 (single layers capped); see cap_curves")
     column = value or measured(rows, NAME, VALUES)[0]
     check(table, NAME, column)
-    stack, settings = stack_of(rows), sorted(rows["sinks"].unique())
+    stack, settings = stack_of(rows, "layer", "site"), sorted(rows["sinks"].unique())
     windows = np.sort(rows["window"].unique())
     heights = [max(0.8, 0.14 * len(windows))] * len(settings) + [strip_height(stack, width)]
     figure = new_figure(width, sum(heights) + 0.8)
@@ -82,10 +84,11 @@ def _panel(
 ) -> AxesImage:
     frame(dress(axes, ylabel="window (tokens)"))
     grid = np.full((len(windows), len(stack)), np.nan)
-    places = {layer: i for i, layer in enumerate(stack["layer"])}
+    places = {place: i for i, place in enumerate(zip(stack["layer"], stack["site"], strict=True))}
     free = np.zeros_like(grid, dtype=bool)
-    for layer, window, change, binds in rows[["layer", "window", column, "binds"]].itertuples(index=False):
-        x, y = places[layer], int(np.searchsorted(windows, window))
+    columns = ["layer", "site", "window", column, "binds"]
+    for layer, site, window, change, binds in rows[columns].itertuples(index=False):
+        x, y = places[layer, site], int(np.searchsorted(windows, window))
         if not binds:
             free[y, x] = True
             continue

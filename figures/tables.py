@@ -39,6 +39,11 @@ def pick(table: Rows, **equal: Any) -> Rows:
     return table.loc[keep]
 
 
+def overall(table: Rows) -> Rows:
+    """The rows over all needles, of a sweep of caps that may hold rows by distance as well."""
+    return table.loc[table["distance_low"].isna()] if "distance_low" in table.columns else table
+
+
 def numbers(table: Rows, column: str) -> np.ndarray:
     """A column as floats."""
     return table[column].to_numpy(dtype=float)

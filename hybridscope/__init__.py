@@ -18,6 +18,9 @@ _HOME = {
     "Stats": "hooks.record",
     "AttentionStats": "hooks.kernels.attention_stats",
     "attention_stats": "hooks.kernels.attention_stats",
+    "ImplicitStats": "hooks.kernels.implicit_stats",
+    "implicit_stats": "hooks.kernels.implicit_stats",
+    "MeanStats": "hooks.reduce",
     "use_kernels": "hooks.kernels.dispatch",
     "load": "hooks.checkpoint",
     "ladder": "hooks.ladder",
@@ -28,6 +31,7 @@ _HOME = {
     "probe_layers": "probes.layerwise",
     "LayerwiseProbe": "probes.layerwise",
     "cap_sweep": "probes.capsweep",
+    "layer_importance": "probes.importance",
     "retrieval_heads": "probes.retrieval",
     "causal_check": "probes.retrieval",
     "track": "probes.tracking",
@@ -42,7 +46,9 @@ __all__ = [
     "AttentionStats",
     "HybridConfig",
     "HybridLM",
+    "ImplicitStats",
     "LayerwiseProbe",
+    "MeanStats",
     "Needles",
     "Site",
     "Stats",
@@ -53,8 +59,10 @@ __all__ = [
     "causal_check",
     "figures",
     "gradient_influence",
+    "implicit_stats",
     "ladder",
     "language_of",
+    "layer_importance",
     "load",
     "make_needles",
     "needle_accuracy",
@@ -90,13 +98,16 @@ if TYPE_CHECKING:
     from .hooks.config import HybridConfig, ratio
     from .hooks.kernels.attention_stats import AttentionStats, attention_stats
     from .hooks.kernels.dispatch import use_kernels
+    from .hooks.kernels.implicit_stats import ImplicitStats, implicit_stats
     from .hooks.ladder import ladder
     from .hooks.model import HybridLM
     from .hooks.record import Stats
+    from .hooks.reduce import MeanStats
     from .hooks.sites import Site
     from .probes.capsweep import cap_sweep
     from .probes.drift import qk_drift
     from .probes.haystacks import TokenLanguage
+    from .probes.importance import layer_importance
     from .probes.influence import gradient_influence
     from .probes.layerwise import LayerwiseProbe, probe_layers
     from .probes.needles import Needles, make_needles, needle_accuracy, needles_from_texts

@@ -137,6 +137,10 @@ def _choose(sites: list[QKProjection], heads: Iterable[tuple[int, ...]] | None) 
     for head in heads:
         if not isinstance(head, tuple | list) or len(head) not in (2, 3):
             raise ValueError(f"head {head!r}: expected (layer, head) or (layer, site, head)")
+        if len(head) == 2 and sum(s.layer == head[0] for s in sites) > 1:
+            raise ValueError(
+                f"head {tuple(head)}: layer {head[0]} has several softmax sites; expected (layer, site, head)"
+            )
         place = (int(head[0]), int(head[1]) if len(head) == 3 else 0)
         site = by_place.get(place)
         if site is None:

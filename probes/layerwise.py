@@ -16,10 +16,12 @@ from sklearn.preprocessing import StandardScaler
 from torch import Tensor
 from tqdm import tqdm
 
+from ..hooks.sites import Site
 from .needles import Needles
 
 Where = Literal["pre", "mid", "post", "delta"]
 DRAWS = 1000  # bootstrap draws behind an interval
+WIDEST = ("full", "recurrent", "window", "conv")  # kinds, the one that sees most first
 
 
 class LayerwiseProbe(ClassifierMixin, BaseEstimator):
@@ -87,7 +89,8 @@ def probe_layers(
 
     [layer, kind, mixer, where, target, control, accuracy, low, high, chance, gain, n]. Features: the residual stream
     before the mixer (`pre`), after it (`mid`), after the MLP (`post`; the last layer's before the final norm), or what
-    the mixer adds (`delta`), at `position` [N] (the prompt's last token, before the answer's first). `seeds` random
+    the mixer adds (`delta`), at `position` [N] (the prompt's last token, before the answer's first). Parallel mixers
+    feed one residual stream: `mixer` joins them with "+", `kind` is that of the one that sees most. `seeds` random
     80/20 splits, stratified by class, samples of one group (haystack, key, depth bin) always on one side; `low`,
     `high`: 95% interval of the accuracy from a bootstrap over groups. Controls that must come out at chance: labels
     shuffled among the samples, and prompts whose needle was replaced by haystack. `gain` on `mid` rows: accuracy
@@ -119,15 +122,20 @@ def probe_layers(
         hits, tested = _cross(X, labels, group, seeds, C, f"probe {target} ({control})")
         for (layer, w), hit in zip(places, hits, strict=True):
             accuracy, low, high = _interval(hit, tested, group)
-            site = model.sites.select(layer)[0]
             rows.append(
                 {
-                    "layer": layer, "kind": site.kind, "mixer": site.mixer, "where": w, "target": target,
+                    "layer": layer, **_mixers(model.sites.select(layer)), "where": w, "target": target,
                     "control": control, "accuracy": accuracy, "low": low, "high": high, "chance": chance,
                     "n": len(y),
                 }
             )  # fmt: skip
     return _with_gain(pd.DataFrame(rows))
+
+
+def _mixers(sites: Sequence[Site]) -> dict[str, str]:
+    """The kind and mixer columns of a layer with these sites."""
+    kind = min((site.kind for site in sites), key=WIDEST.index)
+    return {"kind": kind, "mixer": "+".join(site.mixer for site in sites)}
 
 
 @torch.no_grad()

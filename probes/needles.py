@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .haystacks import TokenLanguage, columns, encode, text_haystack
@@ -244,18 +245,27 @@ def needles_from_texts(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> Nee
 
 
 @torch.no_grad()
+def score_answers(model: Any, needles: Needles, batch: int = 32) -> tuple[Tensor, Tensor]:
+    """Teacher-forced, from one pass: which samples the model answers (see `answered`), bool [N], and each sample's mean
+    loss on its answer tokens, nats a token, fp64 [N]."""
+    correct, losses = [], []
+    for part in needles.batches(batch):
+        part = part.to(next(model.parameters()).device)
+        rows, real = part.answer_rows.clamp(min=0), part.answers >= 0
+        hidden = model.hidden(part.tokens, part.attention_mask)
+        picked = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
+        logits = model.unembed_hidden(picked)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        correct.append(((logits.argmax(-1) == part.answers) | ~real).all(1).cpu())
+        loss = F.cross_entropy(logits.flatten(0, 1), part.answers.clamp(min=0).flatten(), reduction="none")
+        losses.append((loss.view(real.shape).double().masked_fill(~real, 0).sum(1) / real.sum(1)).cpu())
+    return torch.cat(correct), torch.cat(losses)
+
+
 def answered(model: Any, needles: Needles, batch: int = 32) -> Tensor:
     """Which samples the model answers: every answer token is its first choice, teacher-forced (which for greedy
     decoding is the same as generating the answer). Bool [N]."""
-    out = []
-    for part in needles.batches(batch):
-        part = part.to(next(model.parameters()).device)
-        rows = part.answer_rows.clamp(min=0)
-        hidden = model.hidden(part.tokens, part.attention_mask)
-        picked = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
-        choice = model.unembed_hidden(picked).argmax(-1)
-        out.append(((choice == part.answers) | (part.answers < 0)).all(1).cpu())
-    return torch.cat(out)
+    return score_answers(model, needles, batch)[0]
 
 
 def needle_accuracy(model: Any, needles: Needles, batch: int = 32) -> float:

@@ -151,6 +151,42 @@ def test_cap_by_kind_and_by_layer(here, capsys):
     assert written(out, "cap")["layer"].tolist() == [-1, 1, 1, 2, 2]
 
 
+def test_cap_by_distance(here, capsys):
+    """On the planted model: all needles within the cap, none beyond it (layer 1 reads them in one stride)."""
+    args = ["--kind", "full", "--window", "16,40,99", "--sinks", "0", "--n", "24", "--out", "distance.parquet"]
+    out = run(capsys, "cap", "planted/step-000020", *args)
+    rows = written(out, "cap").dropna(subset="distance_low")
+    assert (rows["needle_accuracy"] == rows["within"]).all()
+    assert set(rows["within"]) == {0, 1}
+    grid = out[out.index("needle accuracy by tokens back") :].splitlines()
+    assert grid[1].split() == ["kind", "window", "sinks", "0-15", "16-39", "40-44"]
+    assert [line.split() for line in grid[2:6]] == [
+        ["none", "-", "0", "1.00", "1.00", "1.00"],
+        ["full", "16", "0", "1.00", "(0.00)", "(0.00)"],
+        ["full", "40", "0", "1.00", "1.00", "(0.00)"],
+        ["full", "99", "0", "1.00", "1.00", "1.00"],
+    ]
+    drawn = Path(grid[6])
+    assert drawn == Path("distance-distance.png")
+    before = drawn.read_bytes()
+    assert run(capsys, "plot", "distance.parquet", "--by-distance", "--out", str(drawn)).strip() == str(drawn)
+    assert drawn.read_bytes() == before
+
+
+def test_cap_ranks_layers(here, capsys):
+    source = "planted/step-000020"
+    table = written(run(capsys, "cap", source, "--by-layer", "--rank", "--window", "8,48"), "importance", here / source)
+    assert table[["window", "sinks", "rank", "layer"]].to_numpy().tolist() == [
+        [w, s, rank, rank] for w in (8, 48) for s in (0, 4) for rank in (1, 2)
+    ]
+    assert table["binds"].tolist() == [True] * 4 + [False] * 4
+    assert table["importance"].iloc[0] > 1
+    assert Path("runs/importance/planted-step-000020.parquet").is_file()
+    ladder = "runs/tiny/ladder/step-000006"
+    table = written(run(capsys, "cap", ladder, "--by-layer", "--rank", "--kind", "window", "--n", "4"), "importance")
+    assert table["mixer"].unique().tolist() == ["swa:4"]
+
+
 def test_heads(here, capsys):
     out = run(capsys, "heads", "planted/step-000020", "--n", "16", "--k", "1", "--draws", "2")
     table = written(out, "heads", here / "planted/step-000020")
@@ -192,12 +228,13 @@ def test_every_measurement_takes_a_model_with_a_tokenizer(tmp_path, capsys, monk
     assert len(written(run(capsys, command, "model", "--length", "200", *options), command)) > 3
 
 
-@pytest.mark.parametrize("name", ["probe", "cap", "heads", "track", "influence", "perplexity"])
+@pytest.mark.parametrize("name", ["probe", "cap", "rank", "heads", "track", "influence", "perplexity"])
 def test_plot_draws_what_belongs_to_a_table(here, capsys, tmp_path, name):
     source = "planted" if name == "track" else "planted/step-000020"
     options = {"probe": ["--n", "80", "--seeds", "1"], "cap": ["--window", "4,16"]}.get(name, ["--n", "8"])
     table = tmp_path / f"{name}.parquet"
-    run(capsys, name, source, *options, "--out", str(table))
+    command = ["cap", "--by-layer", "--rank"] if name == "rank" else [name]
+    run(capsys, *command, source, *options, "--out", str(table))
     table.with_suffix(".png").unlink()
     more = ["--drift", str(tmp_path / "track-drift.parquet")] if name == "track" else []
     printed = run(capsys, "plot", str(table), *more).strip()
@@ -301,6 +338,8 @@ def test_a_checkpoint_without_a_language_has_nothing_to_be_asked_in(broken, caps
         (["cap", STEP, "--kind", "recurrent"], "no 'recurrent' sites"),
         (["cap", STEP, "--window", "8,x"], "--window x: expected a whole number"),
         (["cap", STEP, "--window", "0"], "windows=[0]"),
+        (["cap", STEP, "--rank"], "--rank: ranks layers that are capped one at a time; give --by-layer as well"),
+        (["cap", STEP, "--by-layer", "--rank", "--kind", "full,window"], "--kind full,window: --rank ranks the layers"),
         (["probe", STEP, "--n", "10"], "at least 5 samples"),
         (["probe", STEP, "--out", "probe.png"], "expected a .parquet file"),
         (["plot", "none.parquet"], "none.parquet: no such table"),

@@ -76,6 +76,12 @@ def test_a_schedule_that_makes_no_sense_is_an_error(tmp_path, schedule):
         tiny.config(tmp_path, f"train.window_schedule={schedule}")
 
 
+@pytest.mark.parametrize("starts", ["0.5, 4], [0.51", "0.99"])
+def test_a_window_that_no_step_would_see_is_an_error(tmp_path, starts):
+    with pytest.raises(ValueError, match=r"begin at steps \[0, .*12\] of train\.steps=12|begin at steps \[0, 6, 6\]"):
+        tiny.config(tmp_path, f"train.window_schedule=[[0.0, 2], [{starts}, 8]]")
+
+
 def test_a_schedule_without_a_window_layer_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"train\.window_schedule: model\.pattern=\['gdn', 'full'\] has no swa layer"):
         tiny.config(tmp_path, SCHEDULE, 'model.pattern=["gdn", "full"]')

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pandas as pd
 
@@ -53,6 +55,41 @@ def caps(mixers=MIXED, sinks=(0, 4), windows=(4, 8, 16, 32, 64)) -> pd.DataFrame
     table["delta_log_ppl"] = table["log_ppl"] - 2.0
     table["delta_needle_accuracy"] = table["needle_accuracy"] - 0.9
     return table.assign(reach=np.nan)
+
+
+def distances(sinks=(0, 4), windows=(4, 16, 64)) -> pd.DataFrame:
+    """A sweep of whole kinds with rows by distance: beyond the cap nothing is answered but what the sinks spare."""
+    edges, rows = [0, 4, 16, 64, 90], []
+    for kind, window, sink in [("none", np.nan, 0)] + [
+        (k, w, s) for k in ("full", "window") for w in windows for s in sinks
+    ]:
+        binds = kind == "full" or (kind == "window" and window < 8)
+        row = {"kind": kind, "layer": -1, "site": -1, "mixer": "", "window": window, "sinks": sink, "binds": binds}
+        for low, high in [(np.nan, np.nan), *pairwise(edges)]:
+            beyond = kind == "full" and high > window
+            rows.append(
+                row
+                | {
+                    "distance_low": low,
+                    "distance_high": high,
+                    "n": 8,
+                    "within": 1.0 - beyond,
+                    "log_ppl": np.nan,
+                    "needle_accuracy": 0.05 * sink if beyond else 0.9,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def importance(mixers=MIXED, windows=(8, 32), sinks=(0, 4)) -> pd.DataFrame:
+    full, frames = [layer for layer, mixer in enumerate(mixers) if mixer == "full"], []
+    for window in windows:
+        for sink in sinks:
+            row = {"window": window, "sinks": sink, "site": 0, "kind": "full", "mixer": "full", "binds": True}
+            values = [3.0 / (1 + i) / (1 + sink) - 0.5 * window / 32 for i in range(len(full))]
+            frame = pd.DataFrame([row | {"layer": la, "importance": v} for la, v in zip(full, values, strict=True)])
+            frames.append(frame.assign(rank=frame["importance"].rank(ascending=False).astype(int)))
+    return pd.concat(frames, ignore_index=True)
 
 
 def track(mixers=DEMO, heads=4, steps=tuple(range(0, 1200, 100))) -> pd.DataFrame:

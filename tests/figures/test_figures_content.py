@@ -92,6 +92,63 @@ def test_cap_heatmap_holds_the_table_and_darkens_with_harm(value):
     assert image.cmap(image.norm(0.0))[0] > 0.9
 
 
+def test_cap_heatmap_gives_parallel_sites_a_column_each():
+    table = tables.caps(["full", "full"], sinks=(0,)).assign(site=0, mixer="full")
+    beside = table.query("layer == 1").assign(site=1, kind="window", mixer="swa:8", delta_needle_accuracy=-0.25)
+    figure = figures.cap_heatmap(pd.concat([table, beside]))
+    image = figure.axes[0].images[0].get_array()
+    assert image.shape == (5, 3)
+    assert (image[:-1, 2] == -0.25).all()
+    assert [t.get_text() for t in figure.axes[1].get_xticklabels()] == ["0.0", "1.0", "1.1"]
+    assert {"full", "swa:8"} <= {t.get_text() for t in figure.axes[1].texts}
+
+
+def test_cap_curves_and_heatmap_leave_rows_by_distance_out():
+    table = tables.caps(sinks=(0,))
+    bucket = table.assign(distance_low=0.0, distance_high=8.0, needle_accuracy=0.0, delta_needle_accuracy=-1.0)
+    both = pd.concat([table.assign(distance_low=np.nan, distance_high=np.nan), bucket])
+    plain, mixed = figures.cap_curves(table), figures.cap_curves(both)
+    for a, b in zip(plain.axes[0].get_lines(), mixed.axes[0].get_lines(), strict=True):
+        assert list(a.get_ydata()) == list(b.get_ydata())
+    images = [figures.cap_heatmap(t).axes[0].images[0].get_array() for t in (table, both)]
+    np.testing.assert_array_equal(np.ma.filled(images[0], 9), np.ma.filled(images[1], 9))
+
+
+def test_cap_distance_steps_over_the_buckets_and_marks_where_each_cap_ends():
+    table = tables.distances()
+    full, window = figures.cap_distance(table).axes
+    assert "full" in full.get_ylabel()
+    assert "window" in window.get_ylabel()
+    for size in (4, 16, 64):
+        for sinks in (0, 4):
+            line = lines(full)[f"{size}, {sinks} sinks"]
+            rows = table.query("kind == 'full' and window == @size and sinks == @sinks").dropna(subset="distance_low")
+            assert list(line.get_ydata()[::2]) == list(line.get_ydata()[1::2]) == list(rows["needle_accuracy"])
+            assert list(line.get_xdata()[1::2]) == list(rows["distance_high"])
+        assert list(lines(full)[f"_ends {size}"].get_xdata()) == [size, size]
+    drawn = lines(full)
+    assert drawn["4, 0 sinks"].get_linestyle() != drawn["4, 4 sinks"].get_linestyle()
+    np.testing.assert_allclose(drawn["4, 0 sinks"].get_color(), to_rgba(KINDS["full"].color)[:3])
+    assert sum(drawn["64, 0 sinks"].get_color()) > sum(drawn["16, 0 sinks"].get_color())  # weaker caps are paler
+    assert {name for name in lines(window) if name[0] != "_"} == {"uncapped", "4, 0 sinks", "4, 4 sinks"}  # others free
+
+
+def test_layer_importance_draws_a_bar_per_site_and_setting_and_writes_the_ranks():
+    table = tables.importance(["full", "gdn", "full", "full", "full"])
+    table.loc[(table["layer"] == 4) & (table["window"] == 32), "binds"] = False
+    figure = figures.layer_importance(table)
+    assert "nats/answer token" in figure.get_supylabel()
+    for axes, window in zip(figure.axes, (8, 32), strict=False):
+        assert axes.get_title(loc="left") == f"capped at {window} tokens"
+        for bars in axes.containers[:2]:
+            rows = table[(table["window"] == window) & (table["sinks"] == int(str(bars.get_label())[0]))]
+            assert [bar.get_height() for bar in bars] == list(rows["importance"])
+        assert [t.get_text() for t in axes.texts] == ["1", "2", "3"]
+        assert [round(t.get_position()[0]) for t in axes.texts] == [0, 1, 2]
+    hatched = [patch for patch in figure.axes[1].patches if patch.get_hatch()]
+    assert [round(p.get_x() + 0.5) for p in hatched] == [3]
+
+
 def test_formation_follows_the_top_heads_by_final_mass_and_their_mean():
     track, drift = tables.track(), tables.drift()
     figure = figures.formation(track, drift, top=2)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from itertools import pairwise
 
 import planted
 import pytest
 import torch
 from helpers import model_of, tokens_of
-from planted import needles
+from planted import T, needles
 
 import hybridscope as hs
 from hybridscope.probes import capsweep
+from hybridscope.probes.needles import score_answers
 
 COLUMNS = [
-    "kind", "layer", "window", "sinks", "binds", "log_ppl", "delta_log_ppl", "needle_accuracy",
-    "delta_needle_accuracy", "reach",
+    "kind", "layer", "site", "mixer", "window", "sinks", "binds", "distance_low", "distance_high", "n", "within",
+    "log_ppl", "delta_log_ppl", "needle_accuracy", "delta_needle_accuracy", "answer_loss", "delta_answer_loss", "reach",
 ]  # fmt: skip
 
 
@@ -32,6 +35,13 @@ def prompts():
 @pytest.fixture(scope="module")
 def hybrid():
     return model_of("swa:4", "gdn", "full", "nope", n_kv_heads=2)
+
+
+def prompts_for(model, length=24, n=6):
+    made = hs.make_needles(n, length)
+    made.tokens %= 41
+    made.answers %= 41
+    return made
 
 
 def at(table, **where):
@@ -80,6 +90,77 @@ def test_sinks_keep_the_first_tokens_visible(model):
     table = hs.cap_sweep(model, made, kinds=["full"], windows=[5], sinks=(0, 4))
     assert at(table, kind="full", sinks=0)["needle_accuracy"] == 0
     assert at(table, kind="full", sinks=4)["needle_accuracy"] == 1
+
+
+def test_parallel_sites_are_capped_one_by_one():
+    model = model_of("gdn", "full+swa:8", "full", n_kv_heads=2)
+    made = prompts_for(model)
+    table = hs.cap_sweep(model, made, kinds=["full", "window"], windows=[4], sinks=(0,), by_layer=True)
+    assert table[["layer", "site", "kind", "mixer"]].to_numpy().tolist() == [
+        [-1, -1, "none", ""], [1, 0, "full", "full"], [2, 0, "full", "full"], [1, 1, "window", "swa:8"],
+    ]  # fmt: skip
+    for row in table.iloc[1:].itertuples():
+        with model.cap({(row.layer, row.site): 4}):
+            expected = score_answers(model, made)[1].mean().item()
+        assert row.answer_loss == pytest.approx(expected, abs=1e-12)
+        assert row.delta_answer_loss == row.answer_loss - table["answer_loss"].iloc[0] != 0
+
+
+# By distance
+
+
+def test_accuracy_by_distance_is_one_inside_the_cap_and_none_beyond_it(model, prompts):
+    windows = [8, 20, 35]
+    table = hs.cap_sweep(model, prompts, kinds=["full"], windows=windows, sinks=(0,), by_distance=True)
+    near = table.dropna(subset="distance_low")
+    edges = [0, 8, 20, 35, int(prompts.distance.max()) + 1]
+    for window in [None, *windows]:
+        rows = near[near["window"].isna() if window is None else near["window"] == window]
+        assert list(zip(rows["distance_low"], rows["distance_high"], strict=True)) == list(pairwise(edges))
+        reached = (rows["distance_high"] <= (window or T)).astype(float)
+        assert (rows["within"] == reached).all()
+        assert (rows["needle_accuracy"] == reached).all()
+        assert (rows["delta_needle_accuracy"] == reached - 1).all()
+        inside = [((prompts.distance >= a) & (prompts.distance < b)).sum().item() for a, b in pairwise(edges)]
+        assert rows["n"].tolist() == inside
+        whole = table[table["distance_low"].isna() & table["window"].isin(rows["window"])].iloc[0]
+        assert (rows["needle_accuracy"] * rows["n"]).sum() == pytest.approx(whole["needle_accuracy"] * 30)
+        assert (rows["answer_loss"] * rows["n"]).sum() == pytest.approx(whole["answer_loss"] * 30)
+        assert whole["n"] == 30
+    assert near["log_ppl"].isna().all()
+
+
+def test_within_counts_needles_that_the_sinks_spare_and_those_of_a_native_window(model):
+    made = needles(40, depth=(0, 0))
+    table = hs.cap_sweep(model, made, kinds=["full", "window"], windows=[5], sinks=(0, 4), by_distance=[0, 10, 48])
+    rows = table.dropna(subset="distance_low")
+    assert (rows["distance_low"] == 10).all()  # no needle is nearer
+    assert at(rows, kind="full", sinks=0)["within"] == 0
+    assert at(rows, kind="full", sinks=4)["within"] == at(rows, kind="full", sinks=4)["needle_accuracy"] == 1
+    assert at(rows, kind="none")["within"] == 1
+    assert at(rows, kind="window", sinks=4)["within"] == 0  # sinks stay within the native window
+    assert at(rows, kind="window", sinks=4)["needle_accuracy"] == 1
+
+
+def test_within_of_padded_prompts_and_of_chunks(model, prompts):
+    late = dataclasses.replace(
+        prompts, attention_mask=torch.arange(T).expand(30, T) >= 3, spans=prompts.spans,
+    )  # fmt: skip
+    (full,) = [s for s in model.sites if s.mixer == "full"]
+    start = prompts.spans["value"][:, 0]
+    seen = capsweep.Setting("full", [full], 5, 4).sees(late)
+    assert torch.equal(seen, (prompts.distance < 5) | (start - 3 < 4))
+    chunk = dataclasses.replace(full, kind="window", mixer="chunk:10", window=10)
+    seen = capsweep.Setting("window", [chunk], 100, 0).sees(prompts)
+    assert torch.equal(seen, start >= 40)  # the question stands at 46 and 47
+
+
+def test_buckets_by_number_or_edges(model, prompts):
+    swept = hs.cap_sweep(model, prompts, kinds=["full"], windows=[8], sinks=(0,), by_distance=3)
+    rows = swept[swept["kind"] == "none"].dropna(subset="distance_low")
+    assert rows["distance_high"].iloc[-1] == prompts.distance.max() + 1
+    assert 1 < len(rows) <= 3
+    assert rows["n"].sum() == 30
 
 
 # Perplexity
@@ -151,6 +232,24 @@ def test_settings_that_cannot_bind_are_not_run_and_repeat_the_uncapped_row(hybri
     assert (loose["delta_log_ppl"] == 0).all()
 
 
+def test_one_forward_pass_per_setting_and_input_that_can_feel_it(hybrid, monkeypatch):
+    """On 24-token needles and 40-token texts a cap of 30 is felt by the texts alone, one of 50 by nothing."""
+    passes = []
+    hidden = type(hybrid).hidden
+    monkeypatch.setattr(
+        type(hybrid), "hidden", lambda self, x, *args, **kw: passes.append(x.shape[1]) or hidden(self, x, *args, **kw)
+    )
+    options = {"kinds": ["full"], "windows": [8, 30, 50], "sinks": (0,), "batch": 8, "by_distance": True}
+    table = hs.cap_sweep(hybrid, prompts_for(hybrid), tokens_of(3, 40), **options)
+    assert sorted(passes) == [24, 24, 40, 40, 40]
+    rows = table[table["distance_low"].isna()]
+    assert rows["binds"].tolist() == [False, True, True, False]
+    assert (rows["delta_log_ppl"] != 0).tolist() == [False, True, True, False]
+    assert (rows["delta_answer_loss"] != 0).tolist() == [False, True, False, False]
+    base = hybrid.loss(tokens_of(3, 40), per_token=True)[:, 30:].mean().item()  # 50 leaves no position and counts not
+    assert rows["log_ppl"].iloc[0] == pytest.approx(base, abs=1e-12)
+
+
 def test_recurrent_sites_run_without_sinks(hybrid):
     table = hs.cap_sweep(hybrid, texts=tokens_of(1, 30), windows=[8], sinks=(0, 4))
     assert table.query("kind == 'recurrent'")["sinks"].tolist() == [0]
@@ -186,6 +285,8 @@ def test_the_model_is_left_uncapped(model, prompts):
         ({"windows": [0, 8]}, "windows"),
         ({"texts": torch.zeros(1, 9, dtype=torch.int64)}, "9 tokens; the largest window 8"),
         ({"sinks": (-1,)}, "sinks=-1"),
+        ({"by_distance": [5, 3]}, "by_distance"),
+        ({"by_distance": 0}, "by_distance=0"),
     ],
 )
 def test_what_cannot_be_measured_is_an_error(model, prompts, options, named):
@@ -196,6 +297,8 @@ def test_what_cannot_be_measured_is_an_error(model, prompts, options, named):
 def test_needles_or_texts_are_needed(model):
     with pytest.raises(ValueError, match="needles, texts, or both"):
         hs.cap_sweep(model, windows=[8])
+    with pytest.raises(ValueError, match="by_distance is about needles"):
+        hs.cap_sweep(model, texts=tokens_of(1, 20), windows=[8], by_distance=True)
 
 
 def test_a_cap_shorter_than_a_convolution_is_an_error(hybrid):

@@ -94,6 +94,14 @@ def test_rows_name_layer_kind_and_mixer(table):
     assert (table["n"] == 160).all()
 
 
+def test_a_layer_of_parallel_mixers_is_named_after_all_of_them(prompts):
+    torch.manual_seed(0)
+    model = hs.HybridLM(hs.HybridConfig(["swa:3|gdn", "gdn+nope"], 2, 16, 2, LANGUAGE.vocab_size))
+    table = hs.probe_layers(model, prompts, where=("mid",), controls=(), seeds=1)
+    named = table[["layer", "kind", "mixer"]].itertuples(index=False, name=None)
+    assert list(named) == [(0, "recurrent", "swa:3+gdn"), (1, "full", "gdn+nope")]
+
+
 def test_the_target_is_the_label_asked_for(model, prompts):
     """With the two labels swapped, the planted value is found under the name of the other."""
     swapped = dataclasses.replace(
