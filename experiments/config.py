@@ -128,6 +128,8 @@ class RunConfig:
         ):  # fmt: skip
             if getattr(t, name) not in known:
                 raise ValueError(f"train.{name}={getattr(t, name)!r}: expected {' or '.join(known)}")
+        if t.muon_lr is not None and t.optimizer != "muon":
+            raise ValueError(f'train.muon_lr={t.muon_lr}: only train.optimizer="muon" takes it, not {t.optimizer!r}')
         if t.window_schedule is not None:
             self._check_window_schedule(t.window_schedule)
 

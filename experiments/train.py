@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from ..hooks.checkpoint import atomic_file, read_json, save, write_json
 from ..hooks.ladder import RUN
+from ..hooks.mixers.hawk import BlockLinear
 from ..hooks.model import HybridLM
 from .config import RunConfig
 from .corpus import corpus, data_hash
@@ -113,15 +114,16 @@ def _accumulate(forward: Any, batch: tuple[Tensor, Tensor], parts: int, workers:
 
 
 def make_optimizers(model: HybridLM, config: RunConfig) -> list[torch.optim.Optimizer]:
-    """AdamW, in which matrices decay and vectors (norms, gates) do not; under `train.optimizer = "muon"`, Muon for the
-    weights of linear maps inside the blocks, and AdamW for the rest (embeddings, convolutions, vectors)."""
+    """AdamW, in which linear maps and embeddings decay and nothing else does (norms, gates, shifts, convolutions);
+    under `train.optimizer = "muon"`, Muon for the weights of linear maps inside the blocks, AdamW for the rest."""
     t = config.train
     linear = [m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear)] if t.optimizer == "muon" else []
     taken = {id(p) for p in linear}
     rest = [p for p in model.parameters() if id(p) not in taken]
+    decayed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding | BlockLinear)}
     groups = [
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": t.weight_decay},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if id(p) in decayed], "weight_decay": t.weight_decay},
+        {"params": [p for p in rest if id(p) not in decayed], "weight_decay": 0.0},
     ]
     fused = all(p.is_cuda for p in rest)
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=t.lr, betas=(0.9, 0.95), fused=fused)]

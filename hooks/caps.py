@@ -149,7 +149,9 @@ def knockout(
             assert numbers is not None
             numbers.append(number)
     elif layers is not None:
-        targets = {s: None for layer in layers for s in model.sites.select(layer)}
+        for layer in layers:
+            here = model.sites.select(layer)
+            targets.update(dict.fromkeys([s for s in here if s.softmax] or here))
     else:
         targets = {s: None for s in model.sites if s.softmax}
     for site in targets:

@@ -110,8 +110,8 @@ def ratio(mixer: str, n: int | str | None, full: str = "full", at: int | None = 
         if not re.fullmatch(r"\d+:1", n):
             raise ValueError(f"ratio: n={n!r}; expected N:1 or pure, as in {', '.join(RATIOS)}")
         n = int(n[:-2])
-    if n < 1:
-        raise ValueError(f"ratio: n={n} efficient layers per full layer; expected n >= 1, or None for pure")
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"ratio: n={n} efficient layers per full layer; expected a whole n >= 1, or None for pure")
     if at is not None and not 0 <= at <= n:
         raise ValueError(f"ratio: at={at}; expected the full layer's place in its group of {n + 1}, 0..{n}")
     layers = [mixer] * n
@@ -199,9 +199,13 @@ class HybridConfig:
         self._check_mixer_options()
 
     def _check_mixer_options(self) -> None:
+        if not isinstance(self.mixers, Mapping):
+            raise ValueError(f"mixers={self.mixers!r}: expected options by mixer, e.g. {{'gdn': {{'conv': 4}}}}")
         for mixer, options in self.mixers.items():
             if mixer not in MIXER_OPTIONS:
                 raise ValueError(f"mixers: unknown mixer {mixer!r}; known: {', '.join(sorted(MIXER_OPTIONS))}")
+            if not isinstance(options, Mapping):
+                raise ValueError(f"mixers: {mixer}={options!r}: expected options by name, e.g. {{'heads': 4}}")
             unknown = sorted(set(options) - set(MIXER_OPTIONS[mixer]))
             if unknown:
                 known = ", ".join(MIXER_OPTIONS[mixer]) or "none"
@@ -262,19 +266,20 @@ def _at_least_one(field: str, value: Any) -> None:
 
 
 def _resolve_layers(pattern: Sequence[str], n_layers: int) -> tuple[str, ...]:
-    if isinstance(pattern, str) or not pattern:
+    if not isinstance(pattern, tuple | list) or not pattern:
         raise ValueError(f"pattern={pattern!r}: expected a non-empty tuple or list of mixers")
     for entry in pattern:
         parse_layer(entry)
+    entries = tuple(entry.strip() for entry in pattern)
     if isinstance(pattern, list):
         if len(pattern) != n_layers:
             raise ValueError(
                 f"pattern lists {len(pattern)} layers but n_layers={n_layers}; "
                 "a list gives every layer, a tuple is tiled"
             )
-        return tuple(pattern)
-    layers = tuple(pattern[i % len(pattern)] for i in range(n_layers))
-    lost = [m for m in pattern if m not in layers]
+        return entries
+    layers = tuple(entries[i % len(entries)] for i in range(n_layers))
+    lost = [m for m in entries if m not in layers]
     if lost:
         raise ValueError(
             f"pattern: {n_layers} layers never reach {lost[0]!r} of a {len(pattern)}-layer pattern; "

@@ -111,16 +111,22 @@ class Sites(list[Site]):
         found = [s for s in self if s.layer == layer and index in (None, s.index)]
         if not found:
             layers = sorted({s.layer for s in self})
-            what = f"layer {layer}" if layer not in layers or index is None else f"layer {layer} site {index}"
-            raise ValueError(f"{what} does not exist; this model has sites in layers {layers[0]}..{layers[-1]}")
+            if layer in layers:
+                last = max(s.index for s in self if s.layer == layer)
+                raise ValueError(f"layer {layer} site {index} does not exist; it has sites 0..{last}")
+            raise ValueError(f"layer {layer} does not exist; this model has sites in layers {layers[0]}..{layers[-1]}")
         return found
 
     def head(self, head: tuple[int, ...]) -> tuple[Site, int]:
-        """The site and head number that (layer, head) or (layer, site, head) names."""
+        """The site and head number that (layer, head) or (layer, site, head) names; ValueError where the layer has
+        several sites and none is named."""
         if len(head) not in (2, 3):
             raise ValueError(f"head {head!r}: expected (layer, head) or (layer, site, head)")
-        site = self.select(int(head[0]), int(head[1]) if len(head) == 3 else 0)[0]
-        number = int(head[-1])
+        layer, number = int(head[0]), int(head[-1])
+        site, *others = self.select(layer, int(head[1]) if len(head) == 3 else None)
+        if others:
+            count = 1 + len(others)
+            raise ValueError(f"head {tuple(head)}: layer {layer} has {count} sites; expected (layer, site, head)")
         if not 0 <= number < site.heads:
             raise ValueError(f"head {tuple(head)}: {site.name} has heads 0..{site.heads - 1}")
         return site, number

@@ -129,11 +129,12 @@ def _prepared(
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """As the training loop has them: matrices decay, vectors do not."""
+    """As the training loop has them: linear maps and embeddings decay, nothing else."""
+    decayed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)}
     p = list(model.parameters())
     return [
-        {"params": [x for x in p if x.ndim >= 2], "weight_decay": 0.1},
-        {"params": [x for x in p if x.ndim < 2], "weight_decay": 0.0},
+        {"params": [x for x in p if id(x) in decayed], "weight_decay": 0.1},
+        {"params": [x for x in p if id(x) not in decayed], "weight_decay": 0.0},
     ]
 
 

@@ -173,21 +173,26 @@ def prepare(cells: list[Cell], options: Options, errors: Path, patience: Callabl
 
 
 def _opened(out: Path, options: Options) -> workers.Row:
-    """The results so far, or an empty record of this machine; ValueError where `out` holds something else."""
-    if out.is_file():
-        result = json.loads(out.read_text())
-        if result.get("bench") != "train":
-            raise ValueError(f"{out}: holds something else; choose another --out")
-        return result
+    """The results so far, or an empty record of this machine; ValueError where `out` holds something else, or was
+    measured elsewhere: a table is of one machine and one state of the code."""
     from ..train import commit
 
     gpu = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     names = ("torch", "triton", "flash-linear-attention", "transformers", "transformer-lens")
-    return {
+    fresh: workers.Row = {
         "bench": "train", "device": gpu, "nominal_peak": flops.nominal_peak(gpu), "measured_peak": {},
         "versions": {name: version_of(name) for name in names}, "commit": commit(),
         "formula": " ".join((flops.__doc__ or "").split()), "kernels": dispatch.policy(), "rows": [], "not_run": [],
     }  # fmt: skip
+    if not out.is_file():
+        return fresh
+    result = json.loads(out.read_text())
+    if result.get("bench") != "train":
+        raise ValueError(f"{out}: holds something else; choose another --out")
+    for name in ("device", "versions", "commit"):
+        if result[name] != fresh[name]:
+            raise ValueError(f"{out}: measured with {name} {result[name]}, here {fresh[name]}; choose another --out")
+    return result
 
 
 def compare(result: workers.Row) -> None:

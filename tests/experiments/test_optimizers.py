@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from helpers import RECURRENT
 from tiny import assert_same_run, killed_at, losses
 
 import hybridscope as hs
@@ -29,6 +30,22 @@ def test_adamw_is_the_default(tmp_path):
     [optimizer], [names] = split(config)
     assert isinstance(optimizer, torch.optim.AdamW)
     assert names == {name for name, _ in hs.HybridLM(config.hybrid()).named_parameters()}
+
+
+@pytest.mark.parametrize("mixer", RECURRENT)
+def test_only_linear_maps_and_embeddings_decay(tmp_path, mixer):
+    """Not what starts a gate, a shift, a bonus, a bound, a norm or a convolution, whatever its shape."""
+    config = tiny.config(tmp_path, f'model.pattern=["{mixer}", "full"]', "model.n_layers=4")
+    model = hs.HybridLM(config.hybrid())
+    names = {id(p): name for name, p in model.named_parameters()}
+    [optimizer] = make_optimizers(model, config)
+    decays = {names[id(p)] for g in optimizer.param_groups if g["weight_decay"] for p in g["params"]}
+    assert {"embed.weight", "unembed.weight", "blocks.1.mlp.up_proj.weight", "blocks.0.attn.o_proj.weight"} <= decays
+    odd = ("conv.", "norm", "ln", "shift", "bonus", "rate", "kappa", "removal", "bias", "bounds", "skip", "mix_out")
+    assert not [
+        name for name in decays if any(part in name for part in odd) and "enter" not in name and "leave" not in name
+    ]
+    assert all(p.ndim >= 2 for name, p in model.named_parameters() if name in decays)
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])

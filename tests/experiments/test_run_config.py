@@ -102,6 +102,7 @@ def test_the_last_override_wins(load):
         ("train.accumulate=3", "train.accumulate=3 must divide train.batch=8"),
         ("train.saves=13", "train.saves=13: more than train.steps=12"),
         ("train.compile=maybe", "train.compile='maybe'"),
+        ("train.muon_lr=0.1", 'train.muon_lr=0.1: only train.optimizer="muon" takes it'),
         ("data.copy_share=1.5", "data.copy_share=1.5"),
         ("data.needles=-1", "data.needles=-1"),
     ],

@@ -2,8 +2,10 @@
 
 import json
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
+import jaxtyping
 import pytest
 
 from hybridscope import HybridConfig, ratio
@@ -108,6 +110,11 @@ def test_parallel_mixers() -> None:
     assert [s.name for s in slots(0)] == ["blocks.0.attn"]
 
 
+def test_spaces_around_an_entry_mean_nothing() -> None:
+    assert config([" rwkv7", "full "], n_layers=2).layers == ("rwkv7", "full")
+    assert config(("gdn ", " full"), n_layers=4).layers == ("gdn", "full") * 2
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -118,6 +125,22 @@ def test_parallel_mixers() -> None:
 def test_parallel_mistakes_are_named(entry: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         config((entry,))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: config(mixers=["gdn"]), "mixers=['gdn']: expected options by mixer"),
+        (lambda: config(mixers={"gdn": 4}), "mixers: gdn=4: expected options by name"),
+        (lambda: ratio("gdn", cast(Any, 2.5)), "n=2.5 efficient layers"),
+    ],
+)
+def test_values_of_another_type_are_named(
+    make: Callable[[], Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # a user's session checks no annotations
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
 
 
 # Widths

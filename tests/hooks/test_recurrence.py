@@ -41,6 +41,12 @@ def agree(x: Inputs, **options: Any) -> None:
         assert_close(got, expected)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_sequences_are_no_error(kind: str) -> None:
+    out, state = recurrence(**inputs(kind, B=0))
+    assert (out.shape, state.shape) == ((0, 45, 2, 7), (0, 2, 5, 7))
+
+
 def test_the_reference_is_the_recurrence() -> None:
     """By hand, K = V = 1: S_1 = e^-1 S_0 + b a S_0 + k v."""
     values = {"q": 2.0, "k": 3.0, "v": 5.0, "log_decay": -1.0, "a": 0.5, "b": -0.25}
@@ -210,6 +216,14 @@ def test_no_tensor_grows_with_the_square_of_length(kind: str) -> None:
             recurrence(**inputs(kind, T, B=1, dtype=torch.float32))
         largest.append(seen.elements)
     assert largest[1] <= 4 * largest[0]
+
+
+def test_single_channels_take_short_chunks() -> None:
+    """HGRN and Hawk have hundreds of heads with K = V = 1: nothing larger than 8 numbers a channel and token."""
+    T, H = 64, 24
+    with Largest() as seen:
+        recurrence(**inputs("scalar", T, B=1, H=H, K=1, V=1))
+    assert seen.elements <= 8 * T * H
 
 
 @pytest.mark.parametrize("kind", KINDS)

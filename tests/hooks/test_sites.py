@@ -73,6 +73,16 @@ def test_heads_are_named_by_layer_or_site(model: HybridLM) -> None:
             model.sites.head(head)
 
 
+def test_a_head_of_parallel_sites_names_its_site() -> None:
+    sites = model_of("swa:3|gdn", "full").sites
+    assert sites.head((0, 1, 1)) == (sites[1], 1)
+    assert sites.head((1, 1)) == (sites[2], 1)
+    with pytest.raises(ValueError, match=r"layer 0 has 2 sites; expected \(layer, site, head\)"):
+        sites.head((0, 1))
+    with pytest.raises(ValueError, match=r"layer 0 site 2 does not exist; it has sites 0\.\.1"):
+        sites.head((0, 2, 1))
+
+
 # Restored whatever happens
 
 

@@ -96,6 +96,18 @@ def test_caps_take_a_kind_or_a_site_of_a_layer() -> None:
         model(tokens)
 
 
+def test_knockout_of_a_layer_cuts_its_softmax_sites() -> None:
+    model, tokens = model_of("gdn|swa:3", "gdn"), tokens_of(1, T)
+    edge = {"rows": [5], "keys": [4]}
+    with model.knockout(**edge, layers=[0]):
+        by_layer = model(tokens)
+    with model.knockout(**edge, heads=[(0, 1, 0), (0, 1, 1)]):
+        assert torch.equal(by_layer, model(tokens))
+    assert not torch.equal(by_layer, model(tokens))
+    with pytest.raises(ValueError, match="no softmax to cut"), model.knockout(**edge, layers=[1]):
+        pass
+
+
 def test_statistics_and_tables_name_the_site() -> None:
     model, tokens = model_of("gdn|swa:3", "full"), tokens_of(2, T)
     with model.record(stats=[-1]) as rec:
@@ -124,6 +136,13 @@ def test_checkpoints_and_drift_keep_the_sites(tmp_path: Path) -> None:
     assert sorted(drift[["layer", "site"]].drop_duplicates().itertuples(index=False, name=None)) == [
         (0, 0), (1, 0), (2, 0), (3, 0),
     ]  # fmt: skip
+
+
+def test_drift_asks_which_of_two_softmax_sites_is_meant(tmp_path: Path) -> None:
+    model_of("full|swa:3").save(tmp_path / "step-000001")
+    assert len(hs.qk_drift(tmp_path, heads=[(0, 1, 1)])) == 1
+    with pytest.raises(ValueError, match=r"several softmax sites; expected \(layer, site, head\)"):
+        hs.qk_drift(tmp_path, heads=[(0, 1)])
 
 
 # What layers pass on
