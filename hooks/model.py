@@ -120,7 +120,7 @@ class HybridLM(Instrumented, HookedRootModule):
         B, T = tokens.shape
         run = Pass(real, cache, B, T, tokens.device)
         for rec in self.recorders:
-            rec.start(real, first)
+            rec.start(real, first, (B, T))
         if self.lower_bounds is not None:
             run.shared["lower_bounds"] = cumulative(self.lower_bounds)
         x = self.hook_embed(self.embed(tokens))

@@ -2,7 +2,7 @@
 
 What is recorded is detached. Only what was asked for is kept: a position is picked out of the residual stream
 as it passes, and statistics are computed per row beside the fused attention call, never from a stored T x T
-pattern.
+pattern. Under reduce="mean" the rows of a long context are summed a few thousand at a time and not kept.
 """
 
 from __future__ import annotations
@@ -16,9 +16,14 @@ import torch
 from torch import Tensor
 
 from .attend import edges
+from .caps import refuse_opaque
 from .kernels.attention import ROWS
 from .kernels.attention_stats import AttentionStats, attention_stats, label_sets
-from .passes import View
+from .kernels.implicit_stats import implicit_stats
+from .kernels.recurrence import Read
+from .passes import Pass, View
+from .reduce import ROWS as MEAN_ROWS
+from .reduce import Mean
 from .sites import Site, switched
 
 if TYPE_CHECKING:
@@ -29,14 +34,25 @@ Where = Literal["pre", "mid", "post", "delta"]
 
 @dataclasses.dataclass
 class Stats:
-    """What to record of softmax attention.
+    """What to record of attention.
 
     `rows`: query columns, a list or [B,R]; negative ones count from the call's end; None: all. `labels`
-    [B,T]: key sets, bool or the bits of a uint8, by key column.
+    [B,T]: key sets, bool or the bits of a uint8, by key column. `histogram`: also the share of attention by
+    log-spaced distance. `reduce="mean"`: only the mean over each sample's rows, padding left out
+    (`reduce.MeanStats`), in O(1) memory a head. `recurrent`: also the implicit attention of recurrent sites
+    (`kernels/implicit_stats.py`: weights that are signed and no probabilities), which needs the whole context in one
+    call.
     """
 
     rows: Sequence[int] | Tensor | None = None
     labels: Tensor | None = None
+    histogram: bool = False
+    reduce: str | None = None
+    recurrent: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reduce not in (None, "mean"):
+            raise ValueError(f'reduce={self.reduce!r}: expected "mean" or None')
 
 
 class Record:
@@ -51,6 +67,11 @@ class Record:
         self._labels = None if labels is None else label_sets(labels, *labels.shape[:2])
         self._resid: dict[tuple[int, str], list[tuple[Tensor, bool]]] = {}
         self._stats: dict[tuple[int, int], list[tuple[tuple[Tensor, AttentionStats], bool]]] = {}
+        self._means: dict[tuple[int, int], list[Mean]] = {}
+        wants = stats is not None and stats.recurrent
+        self._recurrent = [s for s in model.sites if wants and s.kind == "recurrent"]
+        for site in self._recurrent:
+            refuse_opaque(site, "record(stats=hs.Stats(recurrent=True))")
         self._last: Tensor | None = None
         self._first = 0
 
@@ -80,29 +101,42 @@ class Record:
         return torch.cat(batches)
 
     def stats(self, layer: int, site: int = 0) -> AttentionStats:
-        """Statistics [N,R,H] of one softmax site: batches concatenated, cached calls along the rows."""
+        """Statistics [N,R,H] of one site: batches concatenated, cached calls along the rows.
+
+        Of a recurrent site `ImplicitStats`; under reduce="mean" `MeanStats` [N,1,H], over all rows of all calls.
+        """
         return self._read(layer, site)[1]
 
     def rows(self, layer: int, site: int = 0) -> Tensor:
         """Columns of the recorded query rows, [1 or N, R]."""
-        return self._read(layer, site)[0]
+        rows = self._read(layer, site)[0]
+        if rows is None:
+            raise ValueError('rows: none are kept under reduce="mean"; stats(...).rows counts them')
+        return rows
 
     def table(self) -> pd.DataFrame:
-        """One record per sample, layer, site, head and row; mass on key set n is column `mass_n`."""
+        """One record per sample, layer, site, head and row; mass on key set n is column `mass_n`.
+
+        `kind` is the site's: in rows of kind "recurrent" mass, entropy and distance are those of shares of absolute
+        weight, not of a probability. Under reduce="mean" there is one record per sample, layer, site and head, with
+        `rows` counted in place of `row`, and no `top1`.
+        """
         import pandas as pd
 
         frames = []
-        for layer, index in sorted(self._stats):
+        for layer, index in sorted({**self._stats, **self._means}):
             rows, s = self._read(layer, index)
             N, R, H = s.entropy.shape
             grid = torch.meshgrid(torch.arange(N), torch.arange(R), torch.arange(H), indexing="ij")
             data: dict[str, Any] = {
-                "sample": grid[0].flatten(), "layer": layer, "site": index, "head": grid[2].flatten(),
-                "row": rows.expand(N, R)[..., None].expand(N, R, H).flatten().cpu(),
+                "sample": grid[0].flatten(), "layer": layer, "site": index, "kind": self._sites[layer, index].kind,
+                "head": grid[2].flatten(),
             }  # fmt: skip
+            if rows is not None:
+                data["row"] = rows.expand(N, R)[..., None].expand(N, R, H).flatten().cpu()
             for name, value in {**s.fields(), "entropy_norm": s.entropy_norm}.items():
-                if name == "mass":
-                    data.update({f"mass_{n}": value[..., n].flatten().cpu() for n in range(value.shape[-1])})
+                if value.ndim == 4:  # sets or bins
+                    data.update({f"{name}_{n}": value[..., n].flatten().cpu() for n in range(value.shape[-1])})
                 else:
                     data[name] = value.flatten().cpu()
             frames.append(pd.DataFrame(data))
@@ -110,32 +144,43 @@ class Record:
             raise ValueError("table: no attention statistics were recorded; ask for them with record(stats=...)")
         return pd.concat(frames, ignore_index=True)
 
-    def _read(self, layer: int, index: int) -> tuple[Tensor, AttentionStats]:
+    def _read(self, layer: int, index: int) -> tuple[Tensor | None, AttentionStats]:
         site = self._sites.get((layer, index))
         if site is None:
             raise ValueError(f"layer {layer} site {index} does not exist in this model")
-        if not site.softmax:
-            raise ValueError(f"{site.name} is {site.kind} ({site.mixer}): it has no softmax statistics")
+        if not site.softmax and site not in self._recurrent:
+            more = "; hs.Stats(recurrent=True) records its implicit attention" if site.kind == "recurrent" else ""
+            raise ValueError(f"{site.name} is {site.kind} ({site.mixer}): it has no softmax statistics{more}")
+        if means := self._means.get((layer, index)):
+            return None, Mean.of(means)
         parts = self._stats.get((layer, index))
         if not parts:
             raise ValueError("stats: nothing recorded; ask with record(stats=...) and run a forward pass inside")
-        joined = [(torch.cat([r for r, _ in b], 1), AttentionStats.cat([s for _, s in b], 1)) for b in _batches(parts)]
+        joined = [(torch.cat([r for r, _ in b], 1), _cat([s for _, s in b], 1)) for b in _batches(parts)]
         if len({s.entropy.shape[1] for _, s in joined}) > 1:
             raise ValueError("stats: passes of this block recorded different numbers of rows; record them apart")
         if len(joined) == 1:
             return joined[0]
         rows = torch.cat([r.expand(s.entropy.shape[0], -1) for r, s in joined])
-        return rows, AttentionStats.cat([s for _, s in joined], 0)
+        return rows, _cat([s for _, s in joined], 0)
 
     # Called from forward passes
 
-    def start(self, real: Tensor | None, first: int = 0) -> None:
-        """A forward pass begins at column `first`; `real` [B,T] marks its tokens that are not padding."""
+    def start(self, real: Tensor | None, first: int = 0, shape: tuple[int, int] | None = None) -> None:
+        """A forward pass over `shape` (B, T) begins at column `first`; `real` [B,T] marks its tokens that are not
+        padding."""
         self._first = first
+        if first and self._recurrent and shape is not None and self._wanted(*shape, first) is not None:
+            raise ValueError(
+                f"stats: {self._recurrent[0].name} is recurrent, and its state holds no keys of the {first} tokens of "
+                "earlier calls; with recurrent=True give the whole context in one call"
+            )
         self._last = None if real is None else (torch.arange(real.shape[1], device=real.device) * real).amax(1)
 
     def keep(self, layer: int, where: str, x: Tensor) -> None:
         """Pick the wanted columns out of a residual stream x [B,T,D]."""
+        if self._positions is None:
+            return
         B, T, D = x.shape
         if isinstance(self._positions, str):
             p = torch.full((B, 1), T - 1, device=x.device) if self._last is None else self._last[:, None]
@@ -154,30 +199,84 @@ class Record:
         assert self._spec is not None
         B, T = q.shape[:2]
         first = 0 if view is None else int(view.q_col[0, 0])
-        local = torch.arange(T, device=q.device)[None]
-        if self._spec.rows is not None:
-            local = _local("stats: rows", self._spec.rows, B, T, first, q.device)
+        local = self._wanted(B, T, first, q.device)
         if local is None:
             return
-        labels = None if self._labels is None else _spread(self._labels.to(k.device), view, B, k.shape[1])
+        k_col = None if view is None else view.k_col
         options: dict[str, Any] = {
-            "scale": scale, "softcap": softcap, "sink_logits": sink_logits, "labels": labels,
-            **site.span, **({} if view is None else view.where),
+            "scale": scale, "softcap": softcap, "sink_logits": sink_logits,
+            "labels": self._key_sets(k_col, B, k.shape[1], k.device),
+            "histogram": self._spec.histogram, **site.span, **({} if view is None else view.where),
         }  # fmt: skip
-        q, k = q.detach(), k.detach()
-        if site.knockout:  # hidden edges take rows x keys: a few rows at a time
-            stats = AttentionStats.cat(
-                [
-                    attention_stats(q, k, rows=r, blocked=_hidden(site, r + first, view, B, k.shape[1]), **options)
-                    for r in local.split(ROWS, 1)
-                ],
-                1,
+        q, k, every = q.detach(), k.detach(), self._spec.rows is None
+
+        def some(rows: Tensor) -> AttentionStats:
+            if site.knockout:
+                options["blocked"] = _hidden(site, rows + first, view, B, k.shape[1])
+            stats = attention_stats(q, k, rows=None if every and rows.shape[1] == T else rows, **options)
+            if view is not None:
+                stats.top1 = view.k_col.expand(B, -1).gather(1, stats.top1.flatten(1)).view_as(stats.top1)
+            return stats
+
+        # Hidden edges take rows x keys: a few rows at a time.
+        self._store(site, some, local, first, None if view is None else view.real, ROWS if site.knockout else None)
+
+    @torch.no_grad()
+    def tap_recurrent(self, site: Site, terms: dict[str, Tensor], run: Pass, read: Read) -> None:
+        """The same of a recurrent site, from the compacted terms of its recurrence, under its cap."""
+        assert self._spec is not None
+        B, T, device = run.batch, run.length, terms["q"].device
+        local = self._wanted(B, T, self._first, device)
+        if local is None:
+            return
+        assert self._first == 0  # `start` refused
+        order, histogram = run.order, self._spec.histogram
+        k_col = order
+        if order is None and run.cache is not None:
+            k_col = torch.arange(T, device=device)[None]
+        place = None if order is None else order.argsort(1)  # where each column went
+        labels = self._key_sets(k_col, B, T, device)
+        terms = {name: x.detach() for name, x in terms.items() if name != "v"}
+
+        def some(rows: Tensor) -> AttentionStats:
+            at = rows if place is None else place.gather(1, rows.expand(B, -1))
+            stats = implicit_stats(
+                **terms, rows=at, labels=labels, cap=site.cap, conv=site.conv, read=read, histogram=histogram
             )
-        else:
-            stats = attention_stats(q, k, rows=local, **options)
-        if view is not None:
-            stats.top1 = view.k_col.expand(B, -1).gather(1, stats.top1.flatten(1)).view_as(stats.top1)
-        self._stats.setdefault((site.layer, site.index), []).append(((local + first, stats), first > 0))
+            if order is not None and run.real is not None:
+                stats.top1 = order.gather(1, stats.top1.flatten(1)).view_as(stats.top1)
+                stats.visible = stats.visible * run.real.gather(1, rows.expand(B, -1))[..., None]
+            return stats
+
+        self._store(site, some, local, 0, run.real)
+
+    def _wanted(self, B: int, T: int, first: int, device: torch.device | None = None) -> Tensor | None:
+        """Indices of the rows to record, [1 or B,R], in a call of T tokens that starts at column `first`."""
+        assert self._spec is not None
+        if self._spec.rows is None:
+            return torch.arange(T, device=device)[None]
+        return _local("stats: rows", self._spec.rows, B, T, first, device)
+
+    def _key_sets(self, k_col: Tensor | None, B: int, keys: int, device: torch.device) -> Tensor | None:
+        return None if self._labels is None else _spread(self._labels.to(device), k_col, B, keys)
+
+    def _store(
+        self, site: Site, some: Callable[[Tensor], AttentionStats], rows: Tensor, first: int, real: Tensor | None,
+        at_once: int | None = None,
+    ) -> None:  # fmt: skip
+        """Keep the statistics that `some` makes of a few rows [1 or B,r] of this call, or add them to the mean."""
+        assert self._spec is not None
+        key = (site.layer, site.index)
+        if self._spec.reduce is None:
+            step = max(1, at_once or rows.shape[1])
+            stats = _cat([some(r) for r in rows.split(step, 1)], 1)
+            self._stats.setdefault(key, []).append(((rows + first, stats), first > 0))
+            return
+        means = self._means.setdefault(key, [])
+        if not (first and means):
+            means.append(Mean())
+        for r in rows.split(min(at_once or MEAN_ROWS, MEAN_ROWS), 1):
+            means[-1].add(some(r), None if real is None else real.gather(1, r.expand(real.shape[0], -1)))
 
 
 @contextlib.contextmanager
@@ -194,7 +293,8 @@ def record(model: Any, *, resid: Any, stats: bool | Sequence[int] | Tensor | Sta
     changes: list[tuple[Any, str, Any]] = []
     if spec is not None:
         changes += [(s, "tap", _both(s.tap, rec.tap)) for s in model.sites if s.softmax]
-    if resid is not None:
+        changes += [(s, "tap", _both(s.tap, rec.tap_recurrent)) for s in rec._recurrent]
+    if resid is not None or (spec is not None and spec.recurrent):
         changes.append((model, "recorders", (*model.recorders, rec)))
     with switched(model, changes):
         yield rec
@@ -211,6 +311,10 @@ def _both(outer: Callable[..., None] | None, inner: Callable[..., None]) -> Call
     return tap
 
 
+def _cat(parts: list[AttentionStats], dim: int) -> AttentionStats:
+    return parts[0] if len(parts) == 1 else type(parts[0]).cat(parts, dim)
+
+
 _Item = TypeVar("_Item")
 
 
@@ -225,7 +329,7 @@ def _batches(parts: list[tuple[_Item, bool]]) -> list[list[_Item]]:
     return batches
 
 
-def _local(what: str, columns: Any, B: int, T: int, first: int, device: torch.device) -> Tensor | None:
+def _local(what: str, columns: Any, B: int, T: int, first: int, device: torch.device | None) -> Tensor | None:
     """Columns [P] or [B,P] as indices [1 or B,P] into a call of T tokens that starts at column `first`.
 
     Negative ones count from the call's end. A call that continues a context takes those of its own tokens;
@@ -254,13 +358,14 @@ def _hidden(site: Site, rows: Tensor, view: View | None, batch: int, keys: int) 
     return hidden.expand(batch, -1, -1, -1)
 
 
-def _spread(labels: Tensor, view: View | None, batch: int, keys: int) -> Tensor:
-    """Key sets by column [1 or B,T,sets] as key sets by key index [B,S,sets]; further columns are in none."""
-    if labels.shape[0] not in (1, batch) or (view is None and labels.shape[1] != keys):
+def _spread(labels: Tensor, k_col: Tensor | None, batch: int, keys: int) -> Tensor:
+    """Key sets by column [1 or B,T,sets] as key sets by key index [B,S,sets], keys at columns `k_col` [1 or B,S];
+    columns beyond the labels are in no set."""
+    if labels.shape[0] not in (1, batch) or (k_col is None and labels.shape[1] != keys):
         raise ValueError(f"labels: shape {tuple(labels.shape[:2])}; expected [{batch},{keys}]")
     labels = labels.expand(batch, -1, -1)
-    if view is None:
+    if k_col is None:
         return labels
     last = labels.shape[1] - 1
-    column = view.k_col.expand(batch, -1)[..., None]
+    column = k_col.expand(batch, -1)[..., None]
     return labels.gather(1, column.clamp(max=last).expand(-1, -1, labels.shape[2])) & (column <= last)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import hybridscope as hs
-from hybridscope.experiments.bench import kernel_parity
+from hybridscope.experiments.bench import kernel_parity, stats_cells
 from hybridscope.experiments.bench.untuned import untuned
 from hybridscope.experiments.config import load_config
 from hybridscope.experiments.sources import documents_for, needles_for
@@ -121,3 +121,43 @@ def test_windows_in_one_flash_call(heads: tuple[int, int], window: int, compiled
         torch.autograd.grad(got, (q, k, v), grad), torch.autograd.grad(expected, (q, k, v), grad.double()), strict=True
     ):
         assert kernel_parity.error(ours, theirs) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("case", ["plain", "window", "gpt-oss", "documents", "left padding", "rows"])
+def test_attention_statistics_are_the_oracles(dtype: str, case: str) -> None:
+    """The Triton kernel from poisoned buffers, within KERNELS.md's bound, and equal when repeated."""
+    row = stats_cells.check(dtype, case, torch.device("cuda"))
+    assert row["repeats"]
+    assert row["ok"], row["errors"]
+
+
+def test_attention_statistics_take_the_kernel_and_little_memory() -> None:
+    q, k = (torch.randn(1, 32_768, n, 64, device="cuda", dtype=torch.bfloat16) for n in (8, 2))
+    got = hs.attention_stats(q, k, window=500, histogram=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    again = hs.attention_stats(q, k, window=500, histogram=True, impl="triton")
+    assert torch.cuda.max_memory_allocated() - before < 2**28  # a pattern of one head would be 2 GiB
+    assert all(torch.equal(x, again.fields()[name]) for name, x in got.fields().items())
+    rows = [3, 32_767, 20_000]
+    with hs.use_kernels("torch"):
+        slow = hs.attention_stats(q, k, window=500, histogram=True, rows=rows)
+    for name in ("entropy", "lse", "distance", "histogram"):
+        assert kernel_parity.error(getattr(got, name)[:, rows], getattr(slow, name)) < 1e-4, name
+
+
+def test_recording_on_a_gpu_takes_the_kernel() -> None:
+    """Left padding and a window: the model's statistics through the kernel, beside the torch path's."""
+    model = hs.HybridLM(hs.HybridConfig(("full", "swa:9"), 2, 64, 4, 50, n_kv_heads=2)).cuda().eval()
+    tokens = torch.randint(50, (2, 70), device="cuda")
+    mask = torch.ones_like(tokens)
+    mask[0, :20] = 0
+    seen = []
+    for path in ("auto", "torch"):
+        with hs.use_kernels(path), torch.no_grad(), model.record(stats=True) as rec:
+            model(tokens, attention_mask=mask)
+        seen.append(rec.stats(1))
+    for name in ("entropy", "top1_prob", "distance"):
+        got, expected = (getattr(s, name)[mask.bool()] for s in seen)
+        assert kernel_parity.error(got, expected) < 1e-4, name

@@ -9,7 +9,9 @@ import tyro
 
 from ..report import RUNS, number, split
 
-What = Annotated[Literal["train", "parity", "kernels", "table"], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")]
+What = Annotated[
+    Literal["train", "parity", "kernels", "stats", "table"], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")
+]
 Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="A,B")]
 
 
@@ -27,7 +29,8 @@ def bench(
 
     Args:
         what: train (tokens/s, MFU and peak memory of layer patterns), parity (short trainings, fused beside torch),
-            kernels (each fused recurrence and its gradients beside torch), table (print --out's results as Markdown).
+            kernels (each fused recurrence and its gradients beside torch), stats (attention statistics beside
+            attention: time, memory, errors), table (print --out's results as Markdown).
         out: Results file, by default runs/bench/WHAT.json; train goes on where an unfinished one stops.
         sizes: train: 15m, 100m, 340m; with lengths and patterns in place of a fixed plan.
         lengths: train: tokens of a sequence.
@@ -42,12 +45,12 @@ def bench(
 
         print(tables.markdown(tables.load(file)))
         return
-    from . import kernel_parity, parity_train, train
+    from . import kernel_parity, parity_train, stats, train
 
     train.need_device(device)
     if what == "train":
         cells = train.plan(split(sizes), [number("lengths", n) for n in split(lengths)], split(patterns))
         train.report(train.bench(file, train.Options(cells, device, budget, prepare=prepare)), file)
     else:
-        check = {"parity": parity_train, "kernels": kernel_parity}[what]
+        check = {"parity": parity_train, "kernels": kernel_parity, "stats": stats}[what]
         check.main(["--out", str(file), "--budget", str(budget)])

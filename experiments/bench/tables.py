@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from . import stats_table
+
 Row = dict[str, Any]
 
 
@@ -165,6 +167,7 @@ TABLES = {
     "parity_train": parity,
     "kernel_parity": kernels,
     "attention_paths": attention,
+    "attention_stats": lambda result: stats_table.markdown(result, _where(result), _grid),
     "parallel": parallel,
 }
 

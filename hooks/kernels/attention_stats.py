@@ -1,24 +1,28 @@
 """What each query row of a softmax head looks at, without a T x T matrix.
 
 Per row: log-sum-exp, entropy, number of visible keys, mass on labelled key sets, top-1 key and its
-probability, mean distance. Rows are handled in chunks of bounded size, over the keys that the window lets
-them reach. With m the row maximum, l = sum e^(s-m) and c = sum e^(s-m) (s-m), the entropy is log l - c/l: no
-difference of large numbers, and exactly 0 where one key is visible.
+probability, mean distance, distance histogram. One signature, three paths: `triton` (CUDA, one pass over the keys),
+`torch` (any device, chunks of rows) and `reference` (dense, in fp64).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from .attention import visible as visible_keys
+from . import attention_stats_torch, dispatch
+from .fused import DTYPES, INSTALL
 
-CHUNK_ELEMENTS = 2**22  # scores held at once, over batch, heads, rows and keys
+CHUNK_ELEMENTS = 2**22  # scores that the torch path holds at once, over batch, heads, rows and keys
+BITS = 8  # key sets that the kernel reads at once
+Impl = Literal["auto", "torch", "triton", "reference"]
 
 
 @dataclasses.dataclass
@@ -27,6 +31,8 @@ class AttentionStats:
 
     `top1` is the key's index, `distance` the mean distance back in tokens, `sink_mass` the share of a
     learnable sink logit (0 without one). Entropy and mass are over the real keys plus that sink.
+    `histogram` [B,R,H,bins] is the share of attention by distance: bin 0 distance 0, bin n 2^(n-1) to 2^n - 1; with
+    the sink's share it sums to 1. What was not asked for has a last dimension of 0.
     """
 
     lse: Tensor
@@ -37,6 +43,7 @@ class AttentionStats:
     top1_prob: Tensor
     distance: Tensor
     sink_mass: Tensor
+    histogram: Tensor
 
     @property
     def entropy_norm(self) -> Tensor:
@@ -45,13 +52,17 @@ class AttentionStats:
         return torch.where(keys > 1, self.entropy / keys.clamp(min=2).log(), torch.zeros_like(self.entropy))
 
     def fields(self) -> dict[str, Tensor]:
-        """Name to tensor."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        """Name to tensor, of what was asked for."""
+        every = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value for name, value in every.items() if value.shape[-1]}
 
     @classmethod
     def cat(cls, parts: Sequence[AttentionStats], dim: int) -> AttentionStats:
-        """Concatenate along batch (0) or rows (1)."""
-        return cls(**{f.name: torch.cat([getattr(p, f.name) for p in parts], dim) for f in dataclasses.fields(cls)})
+        """Concatenate along batch (0) or rows (1); histograms of shorter contexts get empty bins."""
+        bins = max(p.histogram.shape[-1] for p in parts)
+        joined = {f.name: [getattr(p, f.name) for p in parts] for f in dataclasses.fields(cls)}
+        joined["histogram"] = [F.pad(x, (0, bins - x.shape[-1])) for x in joined["histogram"]]
+        return cls(**{name: torch.cat(tensors, dim) for name, tensors in joined.items()})
 
 
 @torch.no_grad()
@@ -72,8 +83,12 @@ def attention_stats(
     k_pos: Int[Tensor, "_ S"] | None = None,
     q_seg: Int[Tensor, "_ T"] | None = None,
     k_seg: Int[Tensor, "_ S"] | None = None,
+    cu_seqlens: Int[Tensor, " ends"] | Sequence[int] | None = None,
     blocked: Bool[Tensor, "B R S"] | Bool[Tensor, "B R _ S"] | None = None,
-    impl: Literal["auto", "torch", "reference"] = "auto",
+    top1: bool = True,
+    distance: bool = True,
+    histogram: bool = False,
+    impl: Impl = "auto",
 ) -> AttentionStats:
     """Attention statistics of the query rows `rows` (indices into T, shared [R] or [B,R]; None: all).
 
@@ -81,17 +96,22 @@ def attention_stats(
     `sink_logits` [H] join the denominator; `softcap` c bounds scores as c tanh(s/c). `labels` puts keys in
     sets: bool [B,S] (one set), bool [B,S,sets], or uint8 [B,S], bit n for set n. `q_pos` [B,T], `k_pos`
     [B,S]: token positions where queries and keys are not the same tokens 0..T-1 (negative key position:
-    padding); `q_seg`, `k_seg`: only keys of the query's own segment are visible. `blocked` hides single
-    edges, [B,R,S] or per head [B,R,H,S]. Values are detached; arithmetic is fp32, or fp64 for fp64 inputs.
-    `impl="reference"` is dense and in fp64.
+    padding); `q_seg`, `k_seg`: only keys of the query's own segment are visible. `cu_seqlens` [n+1]: n documents packed
+    into a batch of one, each as if alone (0, ends, T). `blocked` hides single edges, [B,R,S] or per head [B,R,H,S].
+    `top1`, `distance` and `histogram` say which of these to find: the first two cost a kernel some time, all rows
+    of a histogram T x bins numbers. Values are detached, also under grad; arithmetic is fp32, or fp64 for fp64 inputs.
 
-    Raises ValueError for a row outside T, a window < 1 or without `causal`, or labels of another shape.
+    `impl="auto"` is the Triton kernel for CUDA tensors in fp32, bf16 or fp16 unless `use_kernels("torch")`, and torch
+    for the rest, for `blocked` and for head dims past 256; `reference` is dense and in fp64.
+
+    Raises ValueError for a row outside T, a window < 1 or without `causal`, labels of another shape, or a kernel asked
+    for that cannot run; ImportError where CUDA tensors want Triton and it is not installed.
 
     >>> s = attention_stats(torch.randn(1, 8, 2, 4), torch.randn(1, 8, 1, 4), rows=[7])
     >>> s.entropy.shape
     torch.Size([1, 1, 2])
     """
-    B, T, H, _ = q.shape
+    B, T, H, D = q.shape
     S = k.shape[1]
     if H % k.shape[2]:
         raise ValueError(f"k has {k.shape[2]} heads, which do not divide q's {H}")
@@ -99,107 +119,101 @@ def attention_stats(
         raise ValueError(f"window={window}: expected >= 1 (the query itself counts) or None")
     if not causal and (window is not None or limit is not None):
         raise ValueError(f"window={window}, limit={limit}: windows look back; they need causal=True")
+    if histogram and not causal:
+        raise ValueError("histogram=True: distances look back; it needs causal=True")
+    if cu_seqlens is not None:
+        if q_pos is not None or k_pos is not None or q_seg is not None or k_seg is not None:
+            raise ValueError("cu_seqlens: give it alone, or positions and segments")
+        q_seg, q_pos = _documents(cu_seqlens, B, T, S, q.device)
+        k_seg, k_pos = q_seg, q_pos
     if (q_pos is None) != (k_pos is None) or (q_pos is None and T != S):
         raise ValueError(f"q has {T} tokens and k {S}: give both q_pos and k_pos")
-    rows_ = _rows(rows, B, T, q.device)
+    path = _path(impl, q, k, blocked)
+    bins = 0
+    if histogram:  # enough for the longest distance that can occur
+        bins = (S - 1 if q_pos is None or cu_seqlens is not None else max(int(q_pos.max()), 0)).bit_length() + 1
+    options: dict[str, Any] = {
+        "scale": D**-0.5 if scale is None else float(scale), "causal": causal, "window": window, "sinks": sinks,
+        "limit": limit, "sink_logits": sink_logits, "softcap": softcap, "q_pos": q_pos, "k_pos": k_pos,
+        "q_seg": q_seg, "k_seg": k_seg, "top1": top1, "distance": distance, "bins": bins,
+    }  # fmt: skip
+    if path == "triton":
+        return _triton(q, k, None if rows is None else _rows(rows, B, T, q.device), labels, options)
+    wide = torch.float64 if path == "reference" else torch.promote_types(q.dtype, torch.float32)
     sets = None if labels is None else label_sets(labels, B, S)
-    wide = torch.float64 if impl == "reference" else torch.promote_types(q.dtype, torch.float32)
-    k = k.to(wide)
-    banded = q_pos is None and causal  # keys of a chunk can be cut to the span its rows reach
-    positions_q = torch.arange(T, device=q.device)[None] if q_pos is None else q_pos
-    positions_k = torch.arange(S, device=q.device)[None] if k_pos is None else k_pos
-    R = rows_.shape[1]
-    step = R if impl == "reference" else _rows_at_once(B * H, S, window if banded else None)
-    parts: list[AttentionStats] = []
-    start = 0
-    while start < R or not parts:
-        r = rows_[:, start : start + step]
-        keys = _span(r, S, window, sinks, banded)
-        fit = max(1, CHUNK_ELEMENTS // (B * H * max(1, len(keys))))
-        if fit < r.shape[1] and impl != "reference":  # rows that lie far apart reach more keys
-            r = r[:, :fit]
-            keys = _span(r, S, window, sinks, banded)
-        picked = r.expand(B, -1)
-        pos_q = positions_q.expand(B, T).gather(1, picked)
-        pos_k = positions_k.index_select(1, keys)
-        if causal:
-            seg: dict[str, Tensor] = {}
-            if q_seg is not None and k_seg is not None:
-                seg = {"q_seg": q_seg.expand(B, T).gather(1, picked), "k_seg": k_seg.index_select(1, keys)}
-            mask = visible_keys(pos_q, pos_k, window=window, sinks=sinks, limit=limit, **seg)
-        else:
-            mask = (pos_k >= 0)[:, None].expand(B, r.shape[1], -1)
-        mask = mask[:, :, None]
+    elements = None if path == "reference" else CHUNK_ELEMENTS
+    parts = attention_stats_torch.chunks(
+        q=q.to(wide), k=k.to(wide), rows=_rows(rows, B, T, q.device), sets=sets, blocked=blocked, elements=elements,
+        **options,
+    )  # fmt: skip
+    return AttentionStats.cat([AttentionStats(**part) for part in parts], 1)
+
+
+def _path(impl: Impl, q: Tensor, k: Tensor, blocked: Tensor | None) -> Literal["torch", "triton", "reference"]:
+    """The path that `impl` means for these tensors."""
+    takes = q.dtype in DTYPES and k.dtype in DTYPES and q.shape[-1] <= 256
+    if impl == "triton":
         if blocked is not None:
-            hidden = blocked[:, start : start + r.shape[1]].index_select(-1, keys)
-            mask = mask & ~(hidden if hidden.ndim == 4 else hidden[:, :, None])
-        part = _chunk(
-            q.gather(1, picked[:, :, None, None].expand(-1, -1, *q.shape[2:])).to(wide),
-            k.index_select(1, keys), mask, pos_q, pos_k,
-            None if sets is None else sets.index_select(1, keys),
-            q.shape[-1] ** -0.5 if scale is None else scale, softcap, sink_logits,
-        )  # fmt: skip
-        part.top1 = keys[part.top1]
-        parts.append(part)
-        start += max(1, r.shape[1])
-    return AttentionStats.cat(parts, 1)
+            raise ValueError('impl="triton": `blocked` edges need the torch path')
+        if not takes:
+            raise ValueError(
+                f'impl="triton": {q.dtype}, head dim {q.shape[-1]}; expected fp32, bf16 or fp16, at most 256'
+            )
+    elif impl != "auto":
+        return impl
+    elif not (q.is_cuda and takes and blocked is None) or dispatch.policy() == "torch":
+        return "torch"
+    if importlib.util.find_spec("triton") is None:
+        raise ImportError(
+            f"attention_stats on CUDA runs a Triton kernel, and triton is not installed: {INSTALL}, or choose the "
+            'slower torch path with use_kernels("torch")'
+        )
+    return "triton"
 
 
-def _rows_at_once(heads: int, S: int, window: int | None) -> int:
-    """Rows of a chunk where they are neighbours: as many as a window's width, within CHUNK_ELEMENTS."""
-    if window is None or 2 * window >= S:
-        return max(1, CHUNK_ELEMENTS // (heads * S))
-    return max(1, min(window, CHUNK_ELEMENTS // (heads * 2 * window)))
+def _triton(
+    q: Tensor, k: Tensor, rows: Tensor | None, labels: Tensor | None, options: dict[str, Any]
+) -> AttentionStats:
+    """The kernel, for up to BITS key sets at a time."""
+    from . import attention_stats_launch as launch
 
-
-def _span(rows: Tensor, S: int, window: int | None, sinks: int, banded: bool) -> Tensor:
-    """Indices of the keys that these rows can reach."""
-    keys = torch.arange(S, device=rows.device)
-    if not banded or not rows.numel():
-        return keys
-    low = 0 if window is None else max(0, int(rows.min()) - window + 1)
-    return torch.cat([keys[: min(sinks, low)], keys[low : int(rows.max()) + 1]])
-
-
-def _chunk(
-    q: Tensor, k: Tensor, mask: Tensor, q_pos: Tensor, k_pos: Tensor, sets: Tensor | None,
-    scale: float, softcap: float | None, sink_logits: Tensor | None,
-) -> AttentionStats:  # fmt: skip
-    """Dense over the chunk: q [B,R,H,K], k [B,S,G,K], mask [B,R,1 or H,S], sets [B,S,sets]."""
-    B, R, H, K = q.shape
-    G = k.shape[2]
-    scores = torch.einsum("brgnk,bsgk->brgns", q.view(B, R, G, H // G, K), k)
-    scores = scores.reshape(B, R, H, k.shape[1]) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, -torch.inf)
-    top, index = scores.max(-1)
-    peak = top if sink_logits is None else torch.maximum(top, sink_logits.to(scores.dtype))
-    peak = peak.clamp(min=torch.finfo(scores.dtype).min)  # a row that sees nothing
-    shifted = scores - peak[..., None]
-    weights = shifted.exp()
-    total = weights.sum(-1)
-    centred = (weights * shifted.masked_fill(~mask, 0)).sum(-1)
-    sink = torch.zeros_like(total)
-    if sink_logits is not None:
-        gap = sink_logits.to(scores.dtype) - peak
-        sink = gap.exp()
-        total, centred = total + sink, centred + sink * gap
-    safe = total.clamp(min=torch.finfo(scores.dtype).tiny)
-    distance = (q_pos[:, :, None] - k_pos[:, None]).to(scores.dtype)
-    mass = weights.new_zeros(B, R, H, 0)
-    if sets is not None:
-        mass = torch.einsum("brhs,bsn->brhn", weights, sets.to(weights.dtype)) / safe[..., None]
-    return AttentionStats(
-        lse=torch.where(total > 0, peak + safe.log(), -torch.inf),
-        entropy=(safe.log() - centred / safe).clamp(min=0),
-        visible=mask.sum(-1).expand(B, R, H).contiguous(),
-        mass=mass,
-        top1=index,
-        top1_prob=(top - peak).exp() / safe,
-        distance=torch.einsum("brhs,brs->brh", weights, distance) / safe,
-        sink_mass=sink / safe,
+    if labels is None:
+        return AttentionStats(**launch.stats(q=q, k=k, rows=rows, labels=None, sets=0, **options))
+    n = label_count(labels)
+    bits = _bits(labels, *k.shape[:2])
+    first, *more = (
+        launch.stats(q=q, k=k, rows=rows, labels=b, sets=min(BITS, n - BITS * i), **options) for i, b in enumerate(bits)
     )
+    first["mass"] = torch.cat([first["mass"], *(m["mass"] for m in more)], -1)
+    return AttentionStats(**first)
+
+
+def _bits(labels: Tensor, B: int, S: int) -> list[Tensor]:
+    """Labels of keys as uint8 [B,S], BITS sets in each."""
+    _check_labels(labels, B, S)
+    if labels.dtype == torch.uint8:
+        return [labels]
+    if labels.ndim == 2:
+        return [labels.to(torch.uint8)]
+    weights = 2 ** torch.arange(BITS, device=labels.device)
+    parts = [part.to(torch.int64) for part in labels.split(BITS, 2)] or [labels.new_zeros(B, S, 1).to(torch.int64)]
+    return [(part * weights[: part.shape[2]]).sum(-1).to(torch.uint8) for part in parts]
+
+
+def _documents(
+    cu_seqlens: Tensor | Sequence[int], B: int, T: int, S: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Document of each token and its position there, [1,T] each."""
+    ends = torch.as_tensor(cu_seqlens, device=device, dtype=torch.int64)
+    if B != 1 or T != S:
+        raise ValueError(
+            f"cu_seqlens: packed documents are one sample of the same tokens; got {B} samples of {T} and {S}"
+        )
+    if ends.ndim != 1 or len(ends) < 2 or int(ends[0]) or int(ends[-1]) != T or bool((ends.diff() < 0).any()):
+        raise ValueError(f"cu_seqlens={ends.tolist()}: expected 0, the documents' ends in order, {T}")
+    at = torch.arange(T, device=device)
+    document = torch.bucketize(at, ends[1:], right=True)
+    return document[None], (at - ends[document])[None]
 
 
 def label_count(labels: Tensor) -> int:
@@ -211,24 +225,28 @@ def label_count(labels: Tensor) -> int:
 
 def label_sets(labels: Tensor, B: int, S: int) -> Tensor:
     """Labels of keys as bool [B,S,sets]; ValueError for another dtype or shape."""
-    if labels.dtype not in (torch.bool, torch.uint8):
-        raise ValueError(f"labels: dtype {labels.dtype}; expected bool, or uint8 with one bit per key set")
-    if labels.shape[:2] != (B, S) or labels.ndim > (3 if labels.dtype == torch.bool else 2):
-        raise ValueError(f"labels: shape {tuple(labels.shape)}; expected {(B, S)}, one per key")
+    _check_labels(labels, B, S)
     if labels.dtype == torch.bool:
         return labels if labels.ndim == 3 else labels[..., None]
     bits = torch.arange(label_count(labels), device=labels.device, dtype=torch.uint8)
     return (labels[..., None] >> bits) & 1 == 1
 
 
+def _check_labels(labels: Tensor, B: int, S: int) -> None:
+    if labels.dtype not in (torch.bool, torch.uint8):
+        raise ValueError(f"labels: dtype {labels.dtype}; expected bool, or uint8 with one bit per key set")
+    if labels.shape[:2] != (B, S) or labels.ndim > (3 if labels.dtype == torch.bool else 2):
+        raise ValueError(f"labels: shape {tuple(labels.shape)}; expected {(B, S)}, one per key")
+
+
 def _rows(rows: Tensor | Sequence[int] | None, B: int, T: int, device: torch.device) -> Tensor:
     """Row indices as [1 or B, R], negative ones counted from the end."""
     if rows is None:
         return torch.arange(T, device=device)[None]
-    r = torch.as_tensor(rows, device=device, dtype=torch.int64)
+    r = torch.as_tensor(rows, dtype=torch.int64)  # on its own device: a list is checked without waiting for a GPU
     r = r[None] if r.ndim == 1 else r
     if r.ndim != 2 or r.shape[0] not in (1, B):
         raise ValueError(f"rows: shape {tuple(r.shape)}; expected [R] or [{B}, R]")
     if r.numel() and (int(r.min()) < -T or int(r.max()) >= T):
         raise ValueError(f"rows: {int(r.min())}..{int(r.max())} do not fit {T} query rows")
-    return torch.where(r < 0, r + T, r)
+    return torch.where(r < 0, r + T, r).to(device, non_blocking=True)

@@ -103,18 +103,24 @@ def _slab(tensors: dict[str, Any], window: int, read: Read) -> Tensor:
     return out.reshape(B, blocks * window, H, V)[:, :T].to(f["v"].dtype)
 
 
-@without_autocast
 def carried_keys(*, k: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:
     """Keys carried to the end of the span: A_last ... A_{i+1} k_i for every i, [B,T,H,K], in fp32 or fp64."""
+    return carried(k=k, log_decay=log_decay, a=a, b=b)[0]
+
+
+@without_autocast
+def carried(*, k: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The carried keys, and the map that carries a query from the span's end back to its start, A_first^T ... A_last^T
+    [B,H,K,K]."""
     dtype = torch.promote_types(k.dtype, torch.float32)
     B, _, H, K = k.shape
     none = torch.zeros_like(k, dtype=dtype)
     erase: dict[str, Any] = {} if a is None or b is None else {"a": b.flip(1), "b": a.flip(1)}
-    out, _ = recurrence(
+    out, back = recurrence(
         q=k.to(dtype).flip(1), k=none, v=none, log_decay=log_decay.flip(1), **erase,
         state=torch.eye(K, dtype=dtype, device=k.device).expand(B, H, K, K), read="before",
     )  # fmt: skip
-    return out.flip(1)
+    return out.flip(1), back
 
 
 def capped(

@@ -65,11 +65,14 @@ class Mamba2(Recurrent):
             "v": beta[..., None].to(v.dtype) * v,
             "log_decay": self.hook("log_decay", self.decay(step))[..., None],
         }
-        return terms, (self.skip[:, None] * v, self.gate_proj(x))
+        return terms, (self.skip[:, None] * v, self.gate_proj(x), beta)
 
-    def finish(self, out: Tensor, rest: tuple[Tensor, Tensor]) -> Tensor:
-        skipped, gate = rest
+    def finish(self, out: Tensor, rest: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        skipped, gate, _ = rest
         return self.out_norm((out + skipped).flatten(-2) * F.silu(gate)).view_as(out)
+
+    def weighting(self, rest: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"write": rest[2]}  # dt; the skip passes the recurrence by
 
     def init_weights(self, std: float) -> None:
         super().init_weights(std)

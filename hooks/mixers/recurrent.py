@@ -6,6 +6,7 @@ A mixer fills in the recurrence of `kernels/recurrence.py`; `forward` here runs 
     mix(inputs, history) the convolution's output, or the tokens before: [B,T,...]
     terms(x, mixed, run) q, k, v, log_decay and beta, or a and b, after their hook points; and what `finish` needs
     finish(out, rest)    head outputs z [B,T,H,V] from what the recurrence read: norms, gates, skips
+    weighting(rest)      what its implicit attention needs beside the terms (most mixers: nothing)
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ class Recurrent(nn.Module):
     def finish(self, out: Tensor, rest: Any) -> Tensor:
         raise NotImplementedError
 
+    def weighting(self, rest: Any) -> dict[str, Tensor]:
+        """What weights on the values at hook_v need beside the terms: `write` and `bonus` [B,T,H], as in
+        `kernels/implicit_stats.py`."""
+        return {}
+
     def init_weights(self, std: float) -> None:
         """Matrices Normal(0, std); mixers add their published gates."""
         init_linears(self, std)
@@ -74,6 +80,9 @@ class Recurrent(nn.Module):
             mixed = run.restore(self.mix(inputs, None if old is None else old.conv))
         terms, rest = self.terms(x, mixed, run)
         terms = {name: run.mute(run.compact(y)) for name, y in terms.items()}
+        if site.tap is not None:
+            more = {name: run.mute(run.compact(y)) for name, y in self.weighting(rest).items()}
+            site.tap(site, {**terms, **more}, run, self.read)
         z = self.finish(run.restore(self._recur(terms, inputs, run, old)), rest)
         z = self.hook("z", z if site.edit is None else site.edit(z, run.real))
         return self.o_proj(z.flatten(-2))

@@ -67,12 +67,15 @@ class RWKV6(Recurrent):
         v = self.hook("v", self.v_proj(v).unflatten(-1, (H, V)))
         log_decay = -wide(self.decay_out(self.decay_in(w).tanh())).exp()
         terms = {"q": q, "k": k, "v": v, "log_decay": self.hook("log_decay", log_decay.unflatten(-1, (H, K)))}
-        bonus = (q * self.bonus * k).sum(-1, keepdim=True) * v
-        return terms, (bonus, self.gate_proj(g))
+        bonus = (q * self.bonus * k).sum(-1)
+        return terms, (bonus, v, self.gate_proj(g))
 
-    def finish(self, out: Tensor, rest: tuple[Tensor, Tensor]) -> Tensor:
-        bonus, gate = rest
-        return self.out_norm(out + bonus) * F.silu(gate).view_as(out)
+    def finish(self, out: Tensor, rest: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        bonus, v, gate = rest
+        return self.out_norm(out + bonus[..., None] * v) * F.silu(gate).view_as(out)
+
+    def weighting(self, rest: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+        return {"bonus": rest[0]}
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:

@@ -41,7 +41,7 @@ def small(monkeypatch):
 
 def test_a_run_is_saved_tabled_and_resumed(small, tmp_path):
     file = tmp_path / "attention_stats.json"
-    result = stats.bench(file, CELLS, "cpu", 60)
+    result = stats.bench(file, CELLS, "cpu", 60.0)
     assert json.loads(file.read_text()) == json.loads(json.dumps(result))
     assert set(result["cell_seconds"]) == set(CELLS)
     rows = {(row["cell"], row["path"]): row for row in result["rows"]}
@@ -61,7 +61,7 @@ def test_a_run_is_saved_tabled_and_resumed(small, tmp_path):
     text = tables.markdown(tables.load(file))
     assert "### T = 64, D = 16, 16 heads over 4, window 8" in text
     assert "| stats, 64 rows" in text
-    stats.bench(file, [*CELLS, "op/32/16/1"], "cpu", 60)
+    stats.bench(file, [*CELLS, "op/32/16/1"], "cpu", 60.0)
     assert small == [CELLS, ["op/32/16/1"]]
 
 
@@ -70,7 +70,7 @@ def test_a_cell_that_fails_is_a_record(small, tmp_path, monkeypatch):
         raise RuntimeError("no such thing")
 
     monkeypatch.setattr(stats_cells, "whole_model", broken)
-    result = stats.bench(tmp_path / "a.json", ["model/8", "op/16/16/1"], "cpu", 60)
+    result = stats.bench(tmp_path / "a.json", ["model/8", "op/16/16/1"], "cpu", 60.0)
     assert result["rows"][0]["exception"] == "RuntimeError: no such thing"
     assert result["not_run"] == []
     assert "model/8" in tables.markdown(result)

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import TOLERANCE, Largest, assert_close, error
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridscope import AttentionStats, attention_stats
@@ -415,9 +417,96 @@ def test_arithmetic_is_at_least_fp32(dtype: torch.dtype) -> None:
     check(s, oracle(q, k, window=11))
 
 
+def test_autocast_does_not_round() -> None:
+    q, k = qk(size=4.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        check(attention_stats(q, k, window=11), oracle(q, k, window=11))
+
+
+# Histograms, packed documents, fewer fields
+
+
+@pytest.mark.parametrize("limits", [{}, {"window": 6}, {"window": 6, "sinks": 2}], ids=str)
+@pytest.mark.parametrize("elements", [150, 2**22])
+def test_histogram_is_the_share_by_distance(
+    limits: dict[str, int], elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bin 0 is the query itself, bin n keys 2^(n-1) to 2^n - 1 back: the masses of those keys, row by row."""
+    monkeypatch.setattr(kernel, "CHUNK_ELEMENTS", elements)
+    q, k = qk(B=1)
+    rows = [32, 0, 17, 1]
+    s = attention_stats(q, k, rows=rows, histogram=True, sink_logits=torch.zeros(4), **limits)
+    assert s.histogram.shape == (1, 4, 4, 7)  # 32 is the longest distance: 32..63 is bin 6
+    assert_close(s.histogram.sum(-1) + s.sink_mass, torch.ones(1, 4, 4))
+    for r, row in enumerate(rows):
+        back = row - torch.arange(33)
+        bins = torch.where(back > 0, back.clamp(min=1).log2().floor().long() + 1, 0)
+        sets = torch.nn.functional.one_hot(bins, 7).bool()[None] & (back >= 0)[:, None]
+        mass = attention_stats(q, k, rows=[row], labels=sets, sink_logits=torch.zeros(4), **limits).mass
+        assert_close(s.histogram[:, r], mass[:, 0])
+    assert attention_stats(q, k).histogram.shape == (1, 33, 4, 0)
+
+
+def test_histograms_of_a_growing_context_join() -> None:
+    q, k = qk(T=9, B=1)
+    whole = attention_stats(q, k, histogram=True)
+    parts = []
+    for a, b in ((0, 4), (4, 5), (5, 9)):
+        where = {"q_pos": torch.arange(a, b)[None], "k_pos": torch.arange(b)[None]}
+        parts.append(attention_stats(q[:, a:b], k[:, :b], histogram=True, **where))
+    assert_close(AttentionStats.cat(parts, 1).histogram, whole.histogram)
+
+
+def test_packed_documents_are_as_if_alone() -> None:
+    """cu_seqlens: q_seg and k_seg, and positions that start anew, so that each document has sinks of its own."""
+    q, k = qk(T=20, B=1)
+    ends = torch.tensor([0, 7, 7, 12, 20], dtype=torch.int32)
+    s = attention_stats(q, k, window=3, sinks=1, cu_seqlens=ends, histogram=True)
+    for a, b in ((0, 7), (7, 12), (12, 20)):
+        alone = attention_stats(q[:, a:b], k[:, a:b], window=3, sinks=1, histogram=True)
+        for name in ("lse", "entropy", "distance", "top1_prob"):
+            assert_close(getattr(s, name)[:, a:b], getattr(alone, name))
+        assert torch.equal(s.visible[:, a:b], alone.visible)
+        assert torch.equal(s.top1[:, a:b], alone.top1 + a)
+        bins = alone.histogram.shape[-1]
+        assert_close(s.histogram[:, a:b, :, :bins], alone.histogram)
+    seg = torch.bucketize(torch.arange(20), ends[1:], right=True)[None]
+    by_seg = attention_stats(q, k, window=3, q_seg=seg, k_seg=seg)
+    assert_close(attention_stats(q, k, window=3, cu_seqlens=ends.tolist()).entropy, by_seg.entropy)
+
+
+def test_fields_that_were_not_asked_for() -> None:
+    q, k = qk()
+    s = attention_stats(q, k, top1=False, distance=False)
+    assert (s.top1.shape, s.distance.shape) == ((2, 33, 0), (2, 33, 0))
+    assert set(s.fields()) == {"lse", "entropy", "visible", "top1_prob", "sink_mass"}
+    assert torch.equal(AttentionStats.cat([s, s], 1).entropy[:, 33:], s.entropy)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_shape(data: st.DataObject) -> None:
+    """Shapes, windows, sinks and rows that Hypothesis thinks of."""
+    draw = data.draw
+    T, B, G, n, K = (draw(st.integers(1, high)) for high in (24, 2, 2, 3, 9))
+    torch.manual_seed(draw(st.integers(0, 9)))
+    q, k = qk(T, B, G * n, G, K, size=draw(st.sampled_from([0.0, 1.0, 30.0, 1e4])))
+    options: dict[str, Any] = {
+        "window": draw(st.none() | st.integers(1, T + 2)), "sinks": draw(st.integers(0, 3)),
+        "limit": draw(st.none() | st.integers(1, T + 2)), "softcap": draw(st.none() | st.just(3.0)),
+        "sink_logits": draw(st.none() | st.just(torch.linspace(-2, 9, G * n))),
+    }  # fmt: skip
+    rows = draw(st.none() | st.lists(st.integers(-T, T - 1), min_size=1, max_size=5))
+    labels = torch.rand(B, T, draw(st.integers(1, 3))) < 0.4
+    check(attention_stats(q, k, rows=rows, labels=labels, **options), oracle(q, k, rows=rows, labels=labels, **options))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"histogram": True, "causal": False}, "causal=True"),
+        ({"cu_seqlens": [0, 33]}, "got 2 samples"),
+        ({"cu_seqlens": [0, 33], "q_seg": torch.zeros(2, 33, dtype=torch.int64)}, "give it alone"),
         ({"rows": [33]}, "do not fit 33"),
         ({"rows": [-34]}, "do not fit 33"),
         ({"window": 0}, "window=0"),
@@ -433,6 +522,13 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
     q, k = qk()
     with pytest.raises(ValueError, match=message):
         attention_stats(q, k, **options)
+
+
+@pytest.mark.parametrize("ends", [[0, 8], [1, 9], [0, 5, 3, 9], [0], [0, 9, 9, 8]])
+def test_document_ends_must_fit(ends: Any) -> None:
+    q, k = qk(T=9, B=1)
+    with pytest.raises(ValueError, match="expected 0, the documents' ends in order, 9"):
+        attention_stats(q, k, cu_seqlens=torch.tensor(ends))
 
 
 def test_heads_must_divide() -> None:
