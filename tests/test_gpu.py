@@ -154,7 +154,7 @@ def test_recording_on_a_gpu_takes_the_kernel() -> None:
     mask = torch.ones_like(tokens)
     mask[0, :20] = 0
     seen = []
-    for path in ("auto", "torch"):
+    for path in ("fused", "torch"):
         with hs.use_kernels(path), torch.no_grad(), model.record(stats=True) as rec:
             model(tokens, attention_mask=mask)
         seen.append(rec.stats(1))

@@ -116,7 +116,8 @@ def _opened(out: Path, device: str) -> workers.Row:
             raise ValueError(f"{out}: holds something else; choose another --out")
         return result
     gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    from ...hooks.kernels import attention_stats_launch as launch
+    from ...hooks.kernels.dispatch import use_kernels
+from ...hooks.kernels import attention_stats_launch as launch
 
     return {
         "bench": "attention_stats", "device": gpu, "nominal_peak": nominal_peak(gpu), "measured_peak": None,
@@ -252,7 +253,8 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--tile", help=argparse.SUPPRESS)
     o = parser.parse_args(args)
     if o.worker:
-        work(json.loads(o.worker), torch.device(o.device))
+        with use_kernels("fused" if o.device == "cuda" else "torch"):
+            work(json.loads(o.worker), torch.device(o.device))
         return
     if o.tile:
         try_tile(*json.loads(o.tile))

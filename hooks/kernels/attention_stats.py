@@ -101,11 +101,11 @@ def attention_stats(
     `top1`, `distance` and `histogram` say which of these to find: the first two cost a kernel some time, all rows
     of a histogram T x bins numbers. Values are detached, also under grad; arithmetic is fp32, or fp64 for fp64 inputs.
 
-    `impl="auto"` is the Triton kernel for CUDA tensors in fp32, bf16 or fp16 unless `use_kernels("torch")`, and torch
-    for the rest, for `blocked` and for head dims past 256; `reference` is dense and in fp64.
+    `impl="auto"` is torch; under `use_kernels("fused")` the Triton kernel for CUDA tensors in fp32, bf16 or fp16, torch
+    still for `blocked` and for head dims past 256. `reference` is dense and in fp64.
 
     Raises ValueError for a row outside T, a window < 1 or without `causal`, labels of another shape, or a kernel asked
-    for that cannot run; ImportError where CUDA tensors want Triton and it is not installed.
+    for that cannot run; ImportError where it wants Triton and that is not installed.
 
     >>> s = attention_stats(torch.randn(1, 8, 2, 4), torch.randn(1, 8, 1, 4), rows=[7])
     >>> s.entropy.shape
@@ -161,12 +161,12 @@ def _path(impl: Impl, q: Tensor, k: Tensor, blocked: Tensor | None) -> Literal["
             )
     elif impl != "auto":
         return impl
-    elif not (q.is_cuda and takes and blocked is None) or dispatch.policy() == "torch":
-        return "torch"
+    elif not (q.is_cuda and takes and blocked is None) or dispatch.policy() != "fused":
+        return "torch"  # on "auto" too: the kernel has been through Triton's interpreter, and not yet through a GPU
     if importlib.util.find_spec("triton") is None:
         raise ImportError(
-            f"attention_stats on CUDA runs a Triton kernel, and triton is not installed: {INSTALL}, or choose the "
-            'slower torch path with use_kernels("torch")'
+            f"attention_stats' kernel needs triton, which is not installed: {INSTALL}, or choose the slower torch path "
+            'with use_kernels("torch")'
         )
     return "triton"
 

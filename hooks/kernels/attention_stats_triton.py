@@ -25,7 +25,7 @@ LOWEST = tl.constexpr(-1e12)  # reference of a row that has seen nothing; HIDDEN
 LN2 = tl.constexpr(math.log(2))
 PADDING = tl.constexpr(2**31 - 1)  # position of a key that is not there: later than any query
 # Arguments whose value does not change the code
-FREE = "S R tiles blocks near sinks limit s_row s_qpos s_kpos s_lab".split()
+FREE = ["S", "R", "tiles", "blocks", "near", "sinks", "limit", "s_row", "s_qpos", "s_kpos", "s_lab"]
 
 
 @triton.jit
