@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from ...hooks.kernels.dispatch import use_kernels
 from ..train import commit
 from . import stats_cells, tables, workers
 from .flops import nominal_peak
@@ -116,8 +117,7 @@ def _opened(out: Path, device: str) -> workers.Row:
             raise ValueError(f"{out}: holds something else; choose another --out")
         return result
     gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    from ...hooks.kernels.dispatch import use_kernels
-from ...hooks.kernels import attention_stats_launch as launch
+    from ...hooks.kernels import attention_stats_launch as launch
 
     return {
         "bench": "attention_stats", "device": gpu, "nominal_peak": nominal_peak(gpu), "measured_peak": None,
