@@ -90,7 +90,7 @@ def path_of(
         case "elementwise":
             return (
                 "fused_recurrent_hgrn",
-                "K = V = 1: a scan per channel, all in fp32 (chunk_hgrn's repeated runs differ beyond a chunk)",
+                "K = V = 1: a scan per channel, all in fp32 (chunk_hgrn's repeated runs differed at T >= 1,000)",
             )
         case "delta" if dtype == torch.float32:
             return "chunk_kda", "chunk_delta_rule takes no fp32; a decay of 1 is the same"
