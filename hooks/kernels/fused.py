@@ -42,6 +42,8 @@ MODULES = {
     "chunk_gated_delta_rule": "fla.ops.gated_delta_rule",
     "chunk_kda": "fla.ops.kda",
     "chunk_dplr_delta_rule": "fla.ops.generalized_delta_rule",
+    "causal_conv1d_fwd": "fla.modules.causal_conv1d",
+    "causal_conv1d_bwd": "fla.modules.causal_conv1d",
 }
 MAX_KEY_DIM = {  # the state's K x BV tile must fit on chip; the others split K
     "chunk_delta_rule": 256, "chunk_gated_delta_rule": 256, "chunk_kda": 256, "chunk_dplr_delta_rule": 256,

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import HybridConfig, Slot
@@ -43,7 +42,7 @@ class DeltaNet(Recurrent):
         return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
 
     def mix(self, inputs: Tensor, history: Tensor | None) -> Tensor:
-        return F.silu(self.conv(inputs, history))
+        return self.conv(inputs, history)
 
     def terms(self, x: Tensor, mixed: Tensor | None, run: Pass) -> tuple[dict[str, Tensor], Any]:
         assert mixed is not None

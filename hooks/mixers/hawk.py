@@ -55,7 +55,7 @@ class Hawk(Recurrent):
         super().__init__(slot, heads=width, key_dim=1, value_dim=1, conv=o["conv"], points=("log_decay",))
         self.v_proj = nn.Linear(D, width)
         self.gate_proj = nn.Linear(D, width)
-        self.conv = ShortConv(width, o["conv"], bias=True)
+        self.conv = ShortConv(width, o["conv"], bias=True, silu=False)
         self.input_gate = BlockLinear(blocks, width)
         self.decay_gate = BlockLinear(blocks, width)
         self.decay_rate = nn.Parameter(torch.empty(width))  # Lambda

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..kernels.short_conv import short_conv
+
 
 def wide(x: Tensor) -> Tensor:
     """x in fp32, or fp64 where it is: what decays and norms are computed in."""
@@ -63,23 +65,17 @@ def _(position: Tensor, half: int, base: float) -> list[Tensor]:
 
 
 class ShortConv(nn.Module):
-    """Depthwise causal convolution of width c over time; x [B,T,D], history [B,c-1,D].
+    """Depthwise causal convolution of width c over time, and a SiLU where asked for; x [B,T,D], history [B,c-1,D]."""
 
-    A sum of c shifted products: exact and local, so that what lies further back cannot leak in.
-    """
-
-    def __init__(self, channels: int, width: int, bias: bool = False) -> None:
+    def __init__(self, channels: int, width: int, *, bias: bool = False, silu: bool = True) -> None:
         super().__init__()
         self.width = width
+        self.silu = silu
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def forward(self, x: Tensor, history: Tensor | None) -> Tensor:
-        front = x.new_zeros(x.shape[0], self.width - 1, x.shape[-1]) if history is None else history.to(x.dtype)
-        padded = torch.cat([front, x], 1)
-        taps = [padded[:, i : i + x.shape[1]] * self.weight[:, i] for i in range(self.width)]
-        out = sum(taps[1:], taps[0])
-        return (out if self.bias is None else out + self.bias).to(x.dtype)  # autocast's weights are wider than x
+        return short_conv(x, self.weight, self.bias, history, self.silu)
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -49,7 +49,7 @@ class Mamba2(Recurrent):
         return torch.cat([self.v_proj(x), self.k_proj(x), self.q_proj(x)], -1)
 
     def mix(self, inputs: Tensor, history: Tensor | None) -> Tensor:
-        return F.silu(self.conv(inputs, history))
+        return self.conv(inputs, history)
 
     def terms(self, x: Tensor, mixed: Tensor | None, run: Pass) -> tuple[dict[str, Tensor], Any]:
         assert mixed is not None

@@ -187,12 +187,28 @@ def test_only_nope_ignores_the_order_of_earlier_tokens() -> None:
 
 
 def test_short_convolution_is_causal_convolution() -> None:
-    conv = ShortConv(6, 4).double()
+    conv = ShortConv(6, 4, silu=False).double()
     conv.init_weights()
     x = torch.randn(2, 9, 6).double()
     expected = F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), conv.weight[:, None], groups=6).transpose(1, 2)
     assert_close(conv(x, None), expected)
     assert_close(conv(x[:, 5:], x[:, 2:5]), expected[:, 5:])
+
+
+def test_layer_norms_where_asked_for_and_one_on_the_embeddings() -> None:
+    model = HybridLM(HybridConfig(("rwkv7",), 2, 16, 4, 32, norm="layer")).eval()
+    with torch.no_grad():
+        for norm in (model.ln_embed, model.layers[0].ln1, model.ln_final):
+            norm.weight.normal_()
+            norm.bias.normal_()
+    assert isinstance(model.ln_embed, torch.nn.LayerNorm)
+    _, cache = model.run_with_cache(torch.arange(5)[None])
+    normed = F.layer_norm(cache["hook_embed"], (16,), model.ln_embed.weight, model.ln_embed.bias, 1e-6)
+    assert torch.equal(cache["blocks.0.hook_resid_pre"], normed)
+    assert isinstance(model.ln_final, torch.nn.LayerNorm)
+    assert torch.equal(model.hidden(torch.arange(5)[None]), model.ln_final(cache["blocks.1.hook_resid_post"]))
+    with pytest.raises(ValueError, match="norm='batch': expected 'rms' or 'layer'"):
+        HybridConfig(("full",), 1, 16, 4, 32, norm="batch")
 
 
 def test_rms_norm() -> None:
