@@ -2,8 +2,8 @@
 
     python -m hybridscope.experiments.bench.parallel --out parallel.json
 
-Each is a run of `hybridscope train` under torchrun, as a user starts it, from the demo's data with a 100M model. Losses
-differ by what the sums of bf16 gradients round to; files must load alike.
+Each is a run of `hybridscope train` under torchrun, as a user starts it, from the demo's data with a 100M model; only
+fla's kernels are not tuned. Losses differ by what the sums of bf16 gradients round to; files must load alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from ...hooks.checkpoint import Checkpoint
 from ..train import commit
 from . import workers
 from .train import need_device, version_of
+from .tuning import untuned
 
+MODULE = "hybridscope.experiments.bench.parallel"
 SETTINGS = [
     'model.pattern=["gdn", "full"]', "model.n_layers=12", "model.d_model=768", "model.n_heads=12", "model.d_ff=2048",
     "model.init_std=0.02", "model.mixers={gdn={key_dim=64, value_dim=64}}", "data.length=1024", "data.keys=32",
@@ -38,7 +40,7 @@ def run(folder: Path, processes: int, parallel: str, steps: int, device: str) ->
     name = f"{parallel}-{processes}"
     settings = [*SETTINGS, f"train.steps={steps}", f"train.parallel={parallel}", f"train.device={device}"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", "hybridscope.experiments.cli", "train", "demo", "--out", str(folder / name)]
+    command += ["-m", MODULE, "--worker", "train", "demo", "--out", str(folder / name)]
     command += [part for setting in settings for part in ("--set", setting)]
     start = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -78,7 +80,19 @@ def compare(rows: list[dict[str, Any]]) -> None:
         row |= {"largest_difference": apart, "of_drop": apart / drop, "ok": 0 <= apart <= TOLERANCE * drop}
 
 
+def work(args: list[str]) -> None:
+    """`hybridscope` with the first configuration of each kernel."""
+    from .. import cli
+
+    if torch.cuda.is_available():
+        untuned()
+    cli.main(args)
+
+
 def main(args: list[str] | None = None) -> None:
+    if sys.argv[1:2] == ["--worker"]:
+        work(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/parallel.json"))
     parser.add_argument("--processes", type=int, default=2)

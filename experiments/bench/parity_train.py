@@ -29,7 +29,7 @@ from ...hooks.kernels import dispatch
 from ...hooks.kernels import fused as kernels
 from ...hooks.model import HybridLM
 from . import workers
-from .untuned import untuned
+from .tuning import untuned
 
 MODULE = "hybridscope.experiments.bench.parity_train"
 STEPS, BATCH, LENGTH, VOCABULARY = 50, 16, 256, 64

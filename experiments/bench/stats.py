@@ -187,8 +187,13 @@ def candidates(head_dim: int) -> list[tuple[Any, ...]]:
     return [t for t in tried if per * (t[0] + t[1] * t[3]) <= 220_000]
 
 
+def try_tiles(jobs: list[tuple[int, list[Any]]], lengths: list[int]) -> None:
+    """Print JSON lines of tiles' times, for (head dim, tile); lengths of 0 only compile."""
+    for head_dim, tile in jobs:
+        try_tile(head_dim, tile, lengths)
+
+
 def try_tile(head_dim: int, tile: list[Any], lengths: list[int]) -> None:
-    """Print JSON lines of one tile's times; lengths of 0 only compile."""
     from ...hooks.kernels import attention_stats_launch as launch
 
     for find, distance in WANTED:
@@ -218,20 +223,20 @@ def tiles(out: Path, dims: list[int], budget: float, processes: int) -> None:
     todo = [(d, list(t)) for d in dims for t in candidates(d)]
     rows: list[workers.Row] = []
 
-    def run(d: int, tile: list[Any], lengths: list[int], keep: Callable[[workers.Row], None]) -> None:
-        if time.monotonic() < deadline:
-            arguments = [MODULE, "--tile", json.dumps([d, tile, lengths])]
-            workers.follow(arguments, keep, errors=errors, patience=lambda: min(90.0, deadline - time.monotonic()))
+    def run(jobs: list[Any], lengths: list[int], keep: Callable[[workers.Row], None]) -> None:
+        arguments = [MODULE, "--try", json.dumps([jobs, lengths])]
+        workers.follow(arguments, keep, errors=errors, patience=lambda: min(90.0, deadline - time.monotonic()))
+
+    def timed(row: workers.Row) -> None:
+        rows.append(row)
+        shown = f"{row['ms']:.2f} ms" if row["status"] == "ok" else row["status"]
+        print(*(row[name] for name in ("D", "tile", "find", "distance", "T")), shown, flush=True)
+        out.with_name(out.stem + "-tiles.json").write_text(json.dumps(rows))
 
     with ThreadPoolExecutor(processes) as pool:
-        list(pool.map(lambda job: run(job[0], job[1], [0], lambda row: None), todo))
+        list(pool.map(lambda n: run(todo[n::processes], [0], lambda row: None), range(processes)))
     print(f"compiled {len(todo)} tiles; {deadline - time.monotonic():.0f} s left", flush=True)
-    for d, tile in todo:
-        begin = len(rows)
-        run(d, tile, [16_384, 65_536], rows.append)
-        shown = [f"{r['ms']:.2f}" if r["status"] == "ok" else r["status"] for r in rows[begin:]]
-        print(d, tile, " ".join(shown), flush=True)
-        out.with_name(out.stem + "-tiles.json").write_text(json.dumps(rows))
+    run(todo, [16_384, 65_536], timed)
     good = [r for r in rows if r["status"] == "ok"]
     for d, T, (find, distance) in itertools.product(dims, (16_384, 65_536), WANTED):
         mine = [r for r in good if (r["D"], r["T"], r["find"], r["distance"]) == (d, T, find, distance)]
@@ -250,14 +255,14 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--tiles", nargs="*", type=int, help="try tiles for these head dims (64 128) instead")
     parser.add_argument("--processes", type=int, default=14, help="tiles: that compile side by side")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
-    parser.add_argument("--tile", help=argparse.SUPPRESS)
+    parser.add_argument("--try", dest="jobs", help=argparse.SUPPRESS)
     o = parser.parse_args(args)
     if o.worker:
         with use_kernels("fused" if o.device == "cuda" else "torch"):
             work(json.loads(o.worker), torch.device(o.device))
         return
-    if o.tile:
-        try_tile(*json.loads(o.tile))
+    if o.jobs:
+        try_tiles(*json.loads(o.jobs))
         return
     try:
         need_device(o.device)

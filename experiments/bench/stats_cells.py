@@ -167,8 +167,8 @@ def operators(kind: str, T: int, D: int, group: int, window: int | None, device:
     draw = torch.Generator().manual_seed(0)
     shapes = [(1, T, n, D) for n in (HEADS, HEADS // group, HEADS // group)]
     q, k, v = (torch.randn(s, generator=draw).to(device, torch.bfloat16) for s in shapes)
-    labels = torch.zeros(1, T, dtype=torch.uint8, device=device)
-    labels[:, T // 3 : T // 3 + 8] = 1  # a needle
+    labels = torch.zeros(1, T, dtype=torch.bool, device=device)
+    labels[:, T // 3 : T // 3 + 8] = True  # a needle
     pairs = HEADS * T * seen(T, window)
     row = {"kind": "op", "T": T, "D": D, "H": HEADS, "G": HEADS // group, "window": window}
     few = list(range(T - FEW, T))

@@ -5,7 +5,8 @@
 A cell is one (size, length, pattern). It is a full optimiser step in bf16 autocast, compiled as the training loop does
 it, AdamW and gradient clipping included, on random tokens; the median over steps timed with CUDA events. `gdn` is the
 1:1 hybrid, `gdn@3:1` and `gdn@pure` other ratios, and peers.py lists the peers. Cells run one after another in a worker
-process, the most wanted first, and are saved one by one; run again with the same --out to go on where it stopped.
+process, the most wanted first, and are saved one by one; run again with the same --out to go on where it stopped. With
+--gpus 2 two workers share the cells, those of one size and length on the same GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import dataclasses
 import datetime
 import gc
 import json
+import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -29,6 +32,7 @@ from ...hooks.kernels import dispatch
 from . import flops, peers, tables, workers
 from .cells import SIZES, Cell, plan
 from .step import matmul_peak, measure
+from .tuning import side_by_side
 
 MODULE = "hybridscope.experiments.bench.train"
 
@@ -40,6 +44,8 @@ def work(cells: list[Cell], device: torch.device, seconds: float) -> None:
     """Measure cells one after another and print them as JSON lines."""
     if device.type == "cpu":
         torch.set_num_threads(1)
+    else:
+        side_by_side()
     print(json.dumps({"peak": matmul_peak(device)}), flush=True)
     for cell in cells:
         print(json.dumps({"start": cell.id}), flush=True)
@@ -82,8 +88,7 @@ class Options:
     """Seconds that one cell may take, compiling included."""
     seconds: float = 6.0
     """Timed seconds of a cell, at most."""
-    prepare: int = 0
-    """Processes that compile fla's kernels before anything is timed; 0: each cell waits for its own."""
+    gpus: int = 1
 
 
 def bench(out: Path, options: Options) -> workers.Row:
@@ -92,84 +97,80 @@ def bench(out: Path, options: Options) -> workers.Row:
     session = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     done = {row["id"] for row in result["rows"] if row["status"] == "ok"}
     todo = [cell for cell in dict.fromkeys(options.cells) if cell.id not in done]
+    result["not_run"] = [cell.id for cell in todo]
+    workers.save(out, result)
     deadline = time.monotonic() + options.budget
-    running: list[str] = []
-    errors = out.with_name(out.stem + ".stderr")
+    lock = threading.Lock()
+
+    def add(row: workers.Row) -> None:
+        with lock:
+            result["rows"] = [r for r in result["rows"] if r["id"] != row["id"]]
+            result["rows"].append({**row, "session": session})
+            result["not_run"] = [name for name in result["not_run"] if name != row["id"]]
+            compare(result)
+            workers.save(out, result)
+            print(line_of(result["rows"][-1]), flush=True)
+
+    def peak(value: float | None) -> None:
+        result["measured_peak"].setdefault(session, value)  # of GPUs of one kind, one of them will do
+
+    def run(gpu: int, cells: list[Cell]) -> None:
+        _follow(cells, options, deadline, gpu, out.with_name(f"{out.stem}-{gpu}.stderr"), add, peak)
+
+    with ThreadPoolExecutor(options.gpus) as pool:
+        list(pool.map(run, range(options.gpus), shares(todo, options.gpus)))
+    return result
+
+
+def shares(cells: list[Cell], gpus: int) -> list[list[Cell]]:
+    """The cells of each GPU, in their order: what is compared, of one size and length, stays together."""
+    groups: dict[tuple[str, int], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.size, cell.length), []).append(cell)
+    out: list[list[Cell]] = [[] for _ in range(gpus)]
+    for group in groups.values():
+        min(out, key=len).extend(group)
+    return out
+
+
+def _follow(
+    todo: list[Cell], options: Options, deadline: float, gpu: int, errors: Path, add: Callable[[workers.Row], None],
+    peak: Callable[[float | None], None],
+) -> None:  # fmt: skip
+    """Have cells measured on one GPU until the deadline, by a new worker where one died."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(options.gpus)))).split(",")
+    environment = {"CUDA_VISIBLE_DEVICES": visible[gpu]} if options.device == "cuda" else {}
     errors.unlink(missing_ok=True)
+    running: list[str] = []
 
     def keep(line: workers.Row) -> None:
         if "peak" in line:
-            result["measured_peak"][session] = line["peak"]
+            peak(line["peak"])
         elif "start" in line:
             running[:] = [line["start"]]
         else:
             running.clear()
+            todo[:] = [cell for cell in todo if cell.id != line["id"]]
             add(line)
-
-    def add(row: workers.Row) -> None:
-        result["rows"] = [r for r in result["rows"] if r["id"] != row["id"]]
-        result["rows"].append({**row, "session": session})
-        todo[:] = [cell for cell in todo if cell.id != row["id"]]
-        result["not_run"] = [cell.id for cell in todo]
-        compare(result)
-        workers.save(out, result)
-        print(line_of(result["rows"][-1]), flush=True)
 
     def patience() -> float:
         return min(options.limit, deadline - time.monotonic())
 
-    result["not_run"] = [cell.id for cell in todo]
-    workers.save(out, result)
-    if options.prepare and todo:
-        prepare(todo, options, out.with_name(out.stem + "-prepare.stderr"), patience)
     while todo and time.monotonic() < deadline:
         before = len(todo)
         cells = json.dumps([cell.id for cell in todo])
-        arguments = [
-            MODULE,
-            "--worker",
-            cells,
-            "--tokens",
-            str(todo[0].tokens),
-            "--device",
-            options.device,
-            "--seconds",
-            str(options.seconds),
-        ]
-        code = workers.follow(arguments, keep, errors=errors, patience=patience)
+        arguments = [MODULE, "--worker", cells, "--tokens", str(todo[0].tokens), "--device", options.device]
+        arguments += ["--seconds", str(options.seconds)]
+        code = workers.follow(arguments, keep, errors=errors, patience=patience, environment=environment)
         if not todo or time.monotonic() >= deadline:
-            break
+            return
         if running:  # it died of this cell
             cell = next(cell for cell in todo if cell.id == running[0])
             why = f"no result within {options.limit:.0f} s" if code == "stopped" else f"worker ended with {code}"
             row = {"id": cell.id, **dataclasses.asdict(cell), **cell.options, "status": "failed"}
-            add(row | {"exception": f"{why}; {workers.tail(errors)}"})
-            running.clear()
+            keep(row | {"exception": f"{why}; {workers.tail(errors)}"})
         elif len(todo) == before:
             raise RuntimeError(f"the worker ended with {code} before any cell; {workers.tail(errors)}")
-    compare(result)
-    workers.save(out, result)
-    return result
-
-
-def prepare(cells: list[Cell], options: Options, errors: Path, patience: Callable[[], float]) -> None:
-    """Compile every configuration of the kernels that `cells` need, patterns side by side: a process compiles one at a
-    time, minutes for a delta rule. What tuning finds in such a crowd is not kept; with the binaries there it is quick.
-    """
-    short = {(c.size, c.pattern): dataclasses.replace(c, length=2048, tokens=2048, tags=("uncompiled",)) for c in cells}
-    names = [c.id for c in short.values() if c.pattern != "full"]
-
-    def one(name: str) -> None:
-        arguments = [MODULE, "--worker", json.dumps([name]), "--tokens", "2048", "--device", options.device]
-        workers.follow(
-            [*arguments, "--seconds", "0"], lambda row: None, errors=errors, patience=patience,
-            environment={"FLA_CACHE_RESULTS": "0"},
-        )  # fmt: skip
-
-    start = time.monotonic()
-    with ThreadPoolExecutor(options.prepare) as pool:
-        list(pool.map(one, names))
-    print(f"prepared {len(names)} patterns in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def _opened(out: Path, options: Options) -> workers.Row:
@@ -254,7 +255,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=240, help="seconds one cell may take, compiling included")
     parser.add_argument("--seconds", type=float, default=6, help="timed seconds of a cell, at most")
     parser.add_argument("--tokens", type=int, default=32_768, help="tokens of an optimiser step")
-    parser.add_argument("--prepare", type=int, default=0, help="processes that compile fla's kernels beforehand")
+    parser.add_argument("--gpus", type=int, default=1, help="that share the cells")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     o = parser.parse_args(args)
@@ -264,7 +265,7 @@ def main(args: list[str] | None = None) -> None:
     try:
         need_device(o.device)
         cells = plan(o.sizes, o.lengths, o.patterns, o.tokens)
-        result = bench(o.out, Options(cells, o.device, o.budget, o.limit, o.seconds, o.prepare))
+        result = bench(o.out, Options(cells, o.device, o.budget, o.limit, o.seconds, o.gpus))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     report(result, o.out)
