@@ -18,7 +18,7 @@ from torch import Tensor
 from .attend import edges
 from .caps import refuse_opaque
 from .kernels.attention import ROWS
-from .kernels.attention_stats import AttentionStats, attention_stats, label_sets
+from .kernels.attention_stats import AttentionStats, attention_stats, label_sets, to_device
 from .kernels.implicit_stats import implicit_stats
 from .kernels.recurrence import Read
 from .passes import Pass, View
@@ -37,8 +37,9 @@ class Stats:
     """What to record of attention.
 
     `rows`: query columns, a list or [B,R]; negative ones count from the call's end; None: all. `labels`
-    [B,T]: key sets, bool or the bits of a uint8, by key column. `histogram`: also the share of attention by
-    log-spaced distance. `reduce="mean"`: only the mean over each sample's rows, padding left out
+    [B,T]: key sets, bool or the bits of a uint8, by key column. `top1`, `distance`: whether to find the top key and the
+    mean distance of softmax rows; without them a kernel over all rows takes a quarter less time. `histogram`: also the
+    share of attention by log-spaced distance. `reduce="mean"`: only the mean over each sample's rows, padding left out
     (`reduce.MeanStats`), in O(1) memory a head. `recurrent`: also the implicit attention of recurrent sites
     (`kernels/implicit_stats.py`: weights that are signed and no probabilities), which needs the whole context in one
     call.
@@ -46,6 +47,8 @@ class Stats:
 
     rows: Sequence[int] | Tensor | None = None
     labels: Tensor | None = None
+    top1: bool = True
+    distance: bool = True
     histogram: bool = False
     reduce: str | None = None
     recurrent: bool = False
@@ -60,8 +63,9 @@ class Record:
 
     def __init__(self, model: Any, resid: Any, stats: Stats | None) -> None:
         self._sites = {(s.layer, s.index): s for s in model.sites}
-        self._layers = sorted({s.layer for s in model.sites})
-        self._positions = resid
+        self._depth: int = model.depth
+        self._positions = resid.cpu() if isinstance(resid, Tensor) else resid
+        self._rows = stats.rows.cpu() if stats is not None and isinstance(stats.rows, Tensor) else stats and stats.rows
         self._spec = stats
         labels = None if stats is None else stats.labels
         self._labels = None if labels is None else label_sets(labels, *labels.shape[:2])
@@ -84,13 +88,14 @@ class Record:
         norm); `delta`: mid - pre, what the mixer adds.
         """
         if where == "delta":
-            return self.resid(layer, "mid") - self.resid(layer, "pre")
+            mid = self.resid(layer, "mid")
+            return mid - self.resid(layer, "pre").to(mid.device)  # a layer's input may come from another device
         if where not in ("pre", "mid", "post"):
             raise ValueError(f'where={where!r}: expected "pre", "mid", "post" or "delta"')
         if self._positions is None:
             raise ValueError("resid: not recorded; ask for it with record(resid=...)")
-        if layer not in self._layers:
-            raise ValueError(f"layer {layer} does not exist; this model has layers 0..{self._layers[-1]}")
+        if not 0 <= layer < self._depth:
+            raise ValueError(f"layer {layer} does not exist; this model has layers 0..{self._depth - 1}")
         if (layer, where) not in self._resid and (layer, "pre") in self._resid:
             raise ValueError(f"resid: no {where!r} point is known in layer {layer} of this model; pre and post are")
         if (layer, where) not in self._resid:
@@ -183,9 +188,10 @@ class Record:
             return
         B, T, D = x.shape
         if isinstance(self._positions, str):
-            p = torch.full((B, 1), T - 1, device=x.device) if self._last is None else self._last[:, None]
+            p = torch.full((B, 1), T - 1, device=x.device) if self._last is None else self._last[:, None].to(x.device)
         else:
-            p = _local("resid: positions", self._positions, B, T, self._first, x.device)
+            p = _local("resid: positions", self._positions, B, T, self._first)
+            p = None if p is None else to_device(p, x.device)
         if p is not None:
             picked = x.detach().gather(1, p.expand(B, -1)[..., None].expand(-1, -1, D))
             self._resid.setdefault((layer, where), []).append((picked, self._first > 0))
@@ -199,20 +205,21 @@ class Record:
         assert self._spec is not None
         B, T = q.shape[:2]
         first = 0 if view is None else int(view.q_col[0, 0])
-        local = self._wanted(B, T, first, q.device)
+        local = self._wanted(B, T, first)
         if local is None:
             return
         k_col = None if view is None else view.k_col
         options: dict[str, Any] = {
             "scale": scale, "softcap": softcap, "sink_logits": sink_logits,
-            "labels": self._key_sets(k_col, B, k.shape[1], k.device),
-            "histogram": self._spec.histogram, **site.span, **({} if view is None else view.where),
+            "labels": self._key_sets(k_col, B, k.shape[1], k.device), "top1": self._spec.top1,
+            "distance": self._spec.distance, "histogram": self._spec.histogram, **site.span,
+            **({} if view is None else view.where),
         }  # fmt: skip
         q, k, every = q.detach(), k.detach(), self._spec.rows is None
 
         def some(rows: Tensor) -> AttentionStats:
             if site.knockout:
-                options["blocked"] = _hidden(site, rows + first, view, B, k.shape[1])
+                options["blocked"] = _hidden(site, to_device(rows, q.device) + first, view, B, k.shape[1])
             stats = attention_stats(q, k, rows=None if every and rows.shape[1] == T else rows, **options)
             if view is not None:
                 stats.top1 = view.k_col.expand(B, -1).gather(1, stats.top1.flatten(1)).view_as(stats.top1)
@@ -226,7 +233,7 @@ class Record:
         """The same of a recurrent site, from the compacted terms of its recurrence, under its cap."""
         assert self._spec is not None
         B, T, device = run.batch, run.length, terms["q"].device
-        local = self._wanted(B, T, self._first, device)
+        local = self._wanted(B, T, self._first)
         if local is None:
             return
         assert self._first == 0  # `start` refused
@@ -239,6 +246,7 @@ class Record:
         terms = {name: x.detach() for name, x in terms.items() if name != "v"}
 
         def some(rows: Tensor) -> AttentionStats:
+            rows = to_device(rows, device)
             at = rows if place is None else place.gather(1, rows.expand(B, -1))
             stats = implicit_stats(
                 **terms, rows=at, labels=labels, cap=site.cap, conv=site.conv, read=read, histogram=histogram
@@ -250,12 +258,10 @@ class Record:
 
         self._store(site, some, local, 0, run.real)
 
-    def _wanted(self, B: int, T: int, first: int, device: torch.device | None = None) -> Tensor | None:
-        """Indices of the rows to record, [1 or B,R], in a call of T tokens that starts at column `first`."""
-        assert self._spec is not None
-        if self._spec.rows is None:
-            return torch.arange(T, device=device)[None]
-        return _local("stats: rows", self._spec.rows, B, T, first, device)
+    def _wanted(self, B: int, T: int, first: int) -> Tensor | None:
+        """Indices of the rows to record, [1 or B,R], in a call of T tokens that starts at column `first`; on the CPU,
+        where checking them waits for no GPU."""
+        return torch.arange(T)[None] if self._rows is None else _local("stats: rows", self._rows, B, T, first)
 
     def _key_sets(self, k_col: Tensor | None, B: int, keys: int, device: torch.device) -> Tensor | None:
         return None if self._labels is None else _spread(self._labels.to(device), k_col, B, keys)
@@ -270,13 +276,14 @@ class Record:
         if self._spec.reduce is None:
             step = max(1, at_once or rows.shape[1])
             stats = _cat([some(r) for r in rows.split(step, 1)], 1)
-            self._stats.setdefault(key, []).append(((rows + first, stats), first > 0))
+            self._stats.setdefault(key, []).append(((to_device(rows + first, stats.entropy.device), stats), first > 0))
             return
         means = self._means.setdefault(key, [])
         if not (first and means):
             means.append(Mean())
         for r in rows.split(min(at_once or MEAN_ROWS, MEAN_ROWS), 1):
-            means[-1].add(some(r), None if real is None else real.gather(1, r.expand(real.shape[0], -1)))
+            at = None if real is None else to_device(r, real.device).expand(real.shape[0], -1)
+            means[-1].add(some(r), None if real is None or at is None else real.gather(1, at))
 
 
 @contextlib.contextmanager
@@ -329,13 +336,13 @@ def _batches(parts: list[tuple[_Item, bool]]) -> list[list[_Item]]:
     return batches
 
 
-def _local(what: str, columns: Any, B: int, T: int, first: int, device: torch.device | None) -> Tensor | None:
+def _local(what: str, columns: Any, B: int, T: int, first: int) -> Tensor | None:
     """Columns [P] or [B,P] as indices [1 or B,P] into a call of T tokens that starts at column `first`.
 
     Negative ones count from the call's end. A call that continues a context takes those of its own tokens;
     None where it has none.
     """
-    p = torch.as_tensor(columns, device=device, dtype=torch.int64)
+    p = torch.as_tensor(columns, dtype=torch.int64)
     p = p[None] if p.ndim == 1 else p
     if p.ndim != 2 or p.shape[0] not in (1, B):
         raise ValueError(f"{what} of shape {tuple(p.shape)}; expected one list, or one for each of {B} samples")

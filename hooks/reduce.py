@@ -71,7 +71,9 @@ class Mean:
         means = {}
         for name in batches[0].sums:
             total = torch.cat(_aligned([m.sums[name] for m in batches]))
-            means[name] = (total / rows.view(*rows.shape, *[1] * (total.ndim - 3))).to(batches[0].dtype)
+            if total.numel():  # else it was not asked for
+                total = total / rows.view(*rows.shape, *[1] * (total.ndim - 3))
+            means[name] = total.to(batches[0].dtype)
         return MeanStats(**means, top1=torch.full_like(means["entropy"], torch.nan), rows=rows)
 
 

@@ -8,12 +8,14 @@ import torch
 
 import hybridscope as hs
 from hybridscope.experiments.bench import kernel_parity, stats_cells
-from hybridscope.experiments.bench.untuned import untuned
+from hybridscope.experiments.bench.tuning import untuned
 from hybridscope.experiments.config import load_config
 from hybridscope.experiments.sources import documents_for, needles_for
 from hybridscope.experiments.train import train
 from hybridscope.hooks.kernels import attention, dispatch
 from hybridscope.hooks.kernels import fused as kernels
+from hybridscope.hooks.kernels.short_conv import short_conv
+from hybridscope.hooks.passes import Pass
 
 pytestmark = pytest.mark.gpu
 if torch.cuda.is_available():
@@ -104,6 +106,26 @@ def test_fused_recurrences_under_compile_and_autocast() -> None:
         assert kernel_parity.error(got, expected) < 2 * kernel_parity.TOLERANCE["bf16"][1], name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("T", [2, 3, 64, 1000])
+@pytest.mark.parametrize("history", [False, True])
+def test_short_convolutions_agree_with_torch(dtype: torch.dtype, T: int, history: bool) -> None:
+    """Output and every gradient against the torch path in fp64."""
+    pytest.importorskip("fla", reason="the extra `gpu` is not installed")
+    shapes = {"x": (2, T, 96), "weight": (96, 4), "bias": (96,), "history": (2, 3, 96)}
+    inputs = {n: torch.randn(s, device="cuda") for n, s in shapes.items() if history or n != "history"}
+    inputs = {n: y if n in ("weight", "bias") else y.to(dtype) for n, y in inputs.items()}  # as under autocast
+    results = []
+    for path, cast in (("auto", None), ("torch", torch.float64)):
+        x = {n: y.to(cast or y.dtype).requires_grad_() for n, y in inputs.items()}
+        with dispatch.use_kernels(path):
+            out = short_conv(**x, silu=True)
+        weights = torch.linspace(-1, 2, out.numel(), device="cuda").view_as(out).to(out.dtype)
+        results.append([out, *torch.autograd.grad(out, list(x.values()), weights)])
+    for got, expected in zip(*results, strict=True):
+        assert kernel_parity.error(got, expected) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2)])
 @pytest.mark.parametrize("window", [1, 5, 130, 299])
 @pytest.mark.parametrize("compiled", [False, True])
@@ -154,10 +176,30 @@ def test_recording_on_a_gpu_takes_the_kernel() -> None:
     mask = torch.ones_like(tokens)
     mask[0, :20] = 0
     seen = []
-    for path in ("fused", "torch"):
+    for path in ("auto", "torch"):
         with hs.use_kernels(path), torch.no_grad(), model.record(stats=True) as rec:
             model(tokens, attention_mask=mask)
         seen.append(rec.stats(1))
     for name in ("entropy", "top1_prob", "distance"):
         got, expected = (getattr(s, name)[mask.bool()] for s in seen)
         assert kernel_parity.error(got, expected) < 1e-4, name
+
+
+@pytest.mark.parametrize("rows", [None, [3, -1]])
+def test_recording_waits_for_no_gpu(rows: list[int] | None) -> None:
+    model = hs.HybridLM(hs.HybridConfig(("full", "swa:9"), 2, 64, 4, 50)).cuda().eval()
+    hidden = torch.randn(2, 70, 64, device="cuda")
+    labels = torch.zeros(2, 70, dtype=torch.bool)
+    labels[:, 20] = True
+    spec = hs.Stats(rows=rows, labels=labels.cuda(), top1=False)
+    run = Pass(None, None, 2, 70, hidden.device)
+    with torch.no_grad(), model.record(stats=spec, resid=[0, -1]) as rec:
+        for block in model.layers:
+            block(hidden, run, model.recorders)  # compiles the kernels
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for block in model.layers:
+                block(hidden, run, model.recorders)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert rec.stats(1).entropy.shape[1] == (70 if rows is None else 2)

@@ -101,8 +101,8 @@ def attention_stats(
     `top1`, `distance` and `histogram` say which of these to find: the first two cost a kernel some time, all rows
     of a histogram T x bins numbers. Values are detached, also under grad; arithmetic is fp32, or fp64 for fp64 inputs.
 
-    `impl="auto"` is torch; under `use_kernels("fused")` the Triton kernel for CUDA tensors in fp32, bf16 or fp16, torch
-    still for `blocked` and for head dims past 256. `reference` is dense and in fp64.
+    `impl="auto"` is the Triton kernel for CUDA tensors in fp32, bf16 or fp16; torch elsewhere, under
+    `use_kernels("torch")`, for `blocked` and for head dims past 256. `reference` is dense and in fp64.
 
     Raises ValueError for a row outside T, a window < 1 or without `causal`, labels of another shape, or a kernel asked
     for that cannot run; ImportError where it wants Triton and that is not installed.
@@ -161,8 +161,8 @@ def _path(impl: Impl, q: Tensor, k: Tensor, blocked: Tensor | None) -> Literal["
             )
     elif impl != "auto":
         return impl
-    elif not (q.is_cuda and takes and blocked is None) or dispatch.policy() != "fused":
-        return "torch"  # on "auto" too: the kernel has been through Triton's interpreter, and not yet through a GPU
+    elif not (q.is_cuda and takes and blocked is None) or dispatch.policy() == "torch":
+        return "torch"
     if importlib.util.find_spec("triton") is None:
         raise ImportError(
             f"attention_stats' kernel needs triton, which is not installed: {INSTALL}, or choose the slower torch path "
@@ -249,4 +249,11 @@ def _rows(rows: Tensor | Sequence[int] | None, B: int, T: int, device: torch.dev
         raise ValueError(f"rows: shape {tuple(r.shape)}; expected [R] or [{B}, R]")
     if r.numel() and (int(r.min()) < -T or int(r.max()) >= T):
         raise ValueError(f"rows: {int(r.min())}..{int(r.max())} do not fit {T} query rows")
-    return torch.where(r < 0, r + T, r).to(device, non_blocking=True)
+    return to_device(torch.where(r < 0, r + T, r), device)
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """x on `device`; from the CPU to a GPU without waiting for the work that is queued there."""
+    if x.device.type == "cpu" and device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)

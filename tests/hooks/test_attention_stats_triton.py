@@ -25,7 +25,7 @@ def test_in_the_interpreter() -> None:
     assert " failed" not in run.stdout
 
 
-def test_it_is_chosen_for_cuda_tensors_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_chosen_for_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """By policy, never by failure; tensors that only say they are on CUDA are enough to see it."""
 
     def path(impl: module.Impl = "auto", dtype: torch.dtype = torch.float32, K: int = 8, cuda: bool = True) -> str:
@@ -34,11 +34,10 @@ def test_it_is_chosen_for_cuda_tensors_on_request(monkeypatch: pytest.MonkeyPatc
         return module._path(impl, q, q, None)
 
     q = torch.zeros(1, 2, 2, 8)
-    with use_kernels("fused"):
-        assert [path(dtype=d) for d in (torch.float32, torch.bfloat16, torch.float16)] == ["triton"] * 3
-        assert [path(dtype=torch.float64), path(K=257), path(cuda=False)] == ["torch"] * 3
-        assert module._path("auto", q, q, torch.zeros(1, 2, 2, dtype=torch.bool)) == "torch"
-    assert [path("torch"), path("reference"), path("triton"), path()] == ["torch", "reference", "triton", "torch"]
+    assert [path(dtype=d) for d in (torch.float32, torch.bfloat16, torch.float16)] == ["triton"] * 3
+    assert [path(dtype=torch.float64), path(K=257), path(cuda=False)] == ["torch"] * 3
+    assert module._path("auto", q, q, torch.zeros(1, 2, 2, dtype=torch.bool)) == "torch"
+    assert [path("torch"), path("reference"), path("triton")] == ["torch", "reference", "triton"]
     with use_kernels("torch"):
         assert path() == "torch"
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)

@@ -223,6 +223,22 @@ def test_top1_and_distance_under_padding(model: HybridLM) -> None:
                 assert_close(getattr(got, name)[n, at], expected[name][n, at], "model")
 
 
+@pytest.mark.parametrize("reduce", [None, "mean"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_top1_and_distance_only_where_asked_for(model: HybridLM, padded: bool, reduce: str | None) -> None:
+    at = INSIDE if padded else list(range(T))
+    tokens, mask = pad([tokens_of(1, len(at), seed=n)[0] for n in range(2)], [at, at], T)
+    with (
+        model.record(stats=Stats(reduce=reduce)) as every,
+        model.record(stats=Stats(top1=False, distance=False, reduce=reduce)) as some,
+    ):
+        model(tokens, mask)
+    left_out = ["distance"] if reduce else ["top1", "distance"]
+    assert some.table().equals(every.table().drop(columns=left_out))
+    with pytest.raises(KeyError):
+        some.stats(SOFTMAX[0]).fields()["distance"]
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_mass_on_labelled_keys(model: HybridLM, padded: bool) -> None:
     """Labels by column: bool, uint8 bits, or bool sets."""
