@@ -163,6 +163,8 @@ class HybridConfig:
     qk_norm: bool = False
     """RMS norm on every query and key head before RoPE."""
     tie_embeddings: bool = False
+    norm: str = "rms"
+    """Norm of the residual stream: "rms", or "layer" (LayerNorm with bias, the embeddings' own included: RWKV)."""
     norm_eps: float = 1e-6
     init_std: float = 0.02
     """Spread of fresh matrices; embeddings get 0.02 whatever it is."""
@@ -177,6 +179,8 @@ class HybridConfig:
         for field in ("n_kv_heads", "head_dim", "d_ff", "context"):
             if getattr(self, field) is not None:
                 _at_least_one(field, getattr(self, field))
+        if self.norm not in ("rms", "layer"):
+            raise ValueError(f"norm={self.norm!r}: expected 'rms' or 'layer'")
         self.layers = _resolve_layers(self.pattern, self.n_layers)
         self.n_kv_heads = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
         if self.n_heads % self.n_kv_heads:

@@ -14,6 +14,7 @@ from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
 from .config import HybridConfig
+from .documents import Documents
 from .instrumented import Instrumented
 from .mixers import Mixer, Parallel, build
 from .mixers.channel_mix import ChannelMix6, ChannelMix7
@@ -43,6 +44,12 @@ class MLP(nn.Module):
         init_linears(self, std)
 
 
+def residual_norm(config: HybridConfig) -> nn.Module:
+    """A norm of the residual stream, of the kind `config.norm`."""
+    kind = RMSNorm if config.norm == "rms" else nn.LayerNorm
+    return kind(config.d_model, config.norm_eps)
+
+
 class Block(nn.Module):
     """x + mixer(norm x), then x + MLP(norm x). RWKV layers have their own channel mix for an MLP."""
 
@@ -51,9 +58,9 @@ class Block(nn.Module):
     def __init__(self, config: HybridConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.ln1 = RMSNorm(config.d_model, config.norm_eps)
+        self.ln1 = residual_norm(config)
         self.attn = build(config, layer)
-        self.ln2 = RMSNorm(config.d_model, config.norm_eps)
+        self.ln2 = residual_norm(config)
         own = {"rwkv6": ChannelMix6, "rwkv7": ChannelMix7}.get(config.layers[layer])
         self.mlp = MLP(config) if own is None else own(config, layer)
         self.hook_resid_pre, self.hook_resid_mid, self.hook_resid_post = HookPoint(), HookPoint(), HookPoint()
@@ -81,8 +88,9 @@ class HybridLM(Instrumented, HookedRootModule):
     """A hybrid language model with TransformerLens hook points and run-time switches.
 
     `model(tokens)` maps [B,T] token ids to logits [B,T,vocab]. `attention_mask` [B,T] (1: real) may pad
-    anywhere; logits at padding mean nothing. `cache` continues an earlier call. Raises ValueError for ids
-    outside the vocabulary or more tokens than `config.context`.
+    anywhere; logits at padding mean nothing. `cache` continues an earlier call. `documents` [B,T] numbers packed
+    documents, which do not see each other; inside the pass (hooks, recorders) each is a sample of its own. Raises
+    ValueError for ids outside the vocabulary or more tokens than `config.context`.
 
     >>> model = HybridLM(HybridConfig(("swa:64", "full"), 4, 128, 4, 1000))
     >>> with model.cap(full=32): logits = model(tokens)
@@ -97,8 +105,9 @@ class HybridLM(Instrumented, HookedRootModule):
         self.notes: dict[str, Any] = {}  # what a checkpoint's config.json says beside the model's config
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.hook_embed = HookPoint()
+        self.ln_embed = residual_norm(config) if config.norm == "layer" else nn.Identity()
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layers))
-        self.ln_final = RMSNorm(config.d_model, config.norm_eps)
+        self.ln_final = residual_norm(config)
         self.unembed = nn.Linear(config.d_model, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.unembed.weight = self.embed.weight
@@ -108,11 +117,19 @@ class HybridLM(Instrumented, HookedRootModule):
         self.init_weights()
         self.setup()  # names the hook points
 
-    def forward(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        return self.unembed_hidden(self.hidden(tokens, attention_mask, cache))
+    def forward(
+        self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self.unembed_hidden(self.hidden(tokens, attention_mask, cache, documents))
 
-    def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Cache | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Residual stream after the final norm, [B,T,D]."""
+        if documents is not None:
+            return self._packed(tokens, attention_mask, cache, documents)
         first = 0 if cache is None else cache.columns
         real = self._check(tokens, attention_mask, first)
         if cache is not None:
@@ -123,12 +140,28 @@ class HybridLM(Instrumented, HookedRootModule):
             rec.start(real, first, (B, T))
         if self.lower_bounds is not None:
             run.shared["lower_bounds"] = cumulative(self.lower_bounds)
-        x = self.hook_embed(self.embed(tokens))
+        x = self.ln_embed(self.hook_embed(self.embed(tokens)))
         for block in self.layers:
             x = block(x, run, self.recorders)
         if cache is not None:
             cache.columns += T
         return self.ln_final(x)
+
+    def _packed(
+        self, tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None, ids: Tensor
+    ) -> Tensor:  # fmt: skip
+        """`hidden` of packed documents."""
+        if cache is not None:
+            raise ValueError("documents: a cache continues one context; packed documents are for whole passes")
+        if ids.shape != tokens.shape or ids.is_floating_point():
+            raise ValueError(
+                f"documents: {ids.dtype} of shape {tuple(ids.shape)}; expected a whole number for each of the "
+                f"tokens {tuple(tokens.shape)}"
+            )
+        _check_mask(tokens, attention_mask)
+        documents = Documents.of(ids, None if attention_mask is None else attention_mask.bool())
+        hidden = self.hidden(documents.unpack(tokens), documents.mask)
+        return documents.pack(hidden, tokens.shape)
 
     def _check(self, tokens: Tensor, attention_mask: Tensor | None, first: int) -> Tensor | None:
         if torch.compiler.is_compiling():
@@ -143,8 +176,7 @@ class HybridLM(Instrumented, HookedRootModule):
             raise ValueError(f"tokens: ids {low}..{high} outside the vocabulary 0..{self.vocab_size - 1}")
         if attention_mask is None:
             return None
-        if attention_mask.shape != tokens.shape:
-            raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {tuple(tokens.shape)}")
+        _check_mask(tokens, attention_mask)
         real = attention_mask.bool()
         return None if bool(real.all()) else real
 
@@ -204,3 +236,8 @@ class HybridLM(Instrumented, HookedRootModule):
             for mixer in block.mixers:
                 mixer.init_weights(std)
             block.mlp.init_weights(std)
+
+
+def _check_mask(tokens: Tensor, attention_mask: Tensor | None) -> None:
+    if attention_mask is not None and attention_mask.shape != tokens.shape:
+        raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {tuple(tokens.shape)}")

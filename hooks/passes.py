@@ -86,7 +86,8 @@ class View:
     """Where a call's queries and keys stand: positions and columns, each [1 or B, T or S].
 
     With segments (packed documents, attention chunks) a query sees only keys of its own segment. `real` [B,T]
-    marks the queries that are not padding (None: all are).
+    marks the queries that are not padding (None: all are). `plain`: queries and keys are the same tokens 0..T-1, which
+    kernels are faster on where nobody gives them positions.
     """
 
     q_pos: Tensor
@@ -96,10 +97,13 @@ class View:
     q_seg: Tensor | None = None
     k_seg: Tensor | None = None
     real: Tensor | None = None
+    plain: bool = False
 
     @property
     def where(self) -> dict[str, Tensor | None]:
         """What the kernels take of it."""
+        if self.plain:
+            return {}
         return {"q_pos": self.q_pos, "k_pos": self.k_pos, "q_seg": self.q_seg, "k_seg": self.k_seg}
 
 
@@ -140,7 +144,8 @@ class Pass:
                 _cat(old.column, columns), old.seen + self.count, old.columns + self.length,
             )  # fmt: skip
         self.cache.sites[site.name] = new
-        view = View(position, new.position, columns, new.column, real=self.real)
+        plain = old is None and self.real is None
+        view = View(position, new.position, columns, new.column, real=self.real, plain=plain)
         k, v = new.k, new.v
         if site.window is not None:
             new.trim(site.window)

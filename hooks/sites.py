@@ -71,7 +71,9 @@ class Site:
         bounds = [b for b in (self.window, self.cap) if b is not None]
         if self.softmax and self.cap is not None and self.sinks:
             return self.window  # the first tokens stay visible from everywhere
-        return min(bounds) if bounds else None
+        if not bounds:
+            return None
+        return min(bounds) + (self.conv - 1 if self.softmax else 0)  # keys and queries made of several tokens
 
     @property
     def span(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def paths(window: int | None, length: int) -> dict[str, Function]:
     out: dict[str, Function] = {"flash": lambda q, k, v: kernel.attention(q=q, k=k, v=v, window=window)}
     if length <= 4096:
         out["bands"] = lambda q, k, v: _bands(q, k, v, window)
-    return out | {"flex": _flex(window, length)}
+    return out | {"flex": flex_window(window, length)}
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -61,7 +61,8 @@ def _bands(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
         return kernel.attention(q=q, k=k, v=v, window=window)
 
 
-def _flex(window: int, length: int) -> Function:
+def flex_window(window: int, length: int) -> Function:
+    """FlexAttention under a window, compiled for one length."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     def inside(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

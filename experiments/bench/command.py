@@ -10,7 +10,9 @@ import tyro
 from ..report import RUNS, number, split
 
 What = Annotated[
-    Literal["train", "parity", "kernels", "stats", "table"], tyro.conf.Positional, tyro.conf.arg(metavar="WHAT")
+    Literal["train", "parity", "kernels", "stats", "caps", "table"],
+    tyro.conf.Positional,
+    tyro.conf.arg(metavar="WHAT"),
 ]
 Names = Annotated[tuple[str, ...], tyro.conf.arg(metavar="A,B")]
 
@@ -23,6 +25,7 @@ def bench(
     patterns: Names = (),
     budget: float = 540.0,
     prepare: int = 0,
+    gpus: int = 1,
     device: Literal["cuda", "cpu"] = "cuda",
 ) -> None:
     """Measure training speed or check fused kernels, on a CUDA device; print a table of the results.
@@ -30,14 +33,16 @@ def bench(
     Args:
         what: train (tokens/s, MFU and peak memory of layer patterns), parity (short trainings, fused beside torch),
             kernels (each fused recurrence and its gradients beside torch), stats (attention statistics beside
-            attention: time, memory, errors), table (print --out's results as Markdown).
+            attention: time, memory, errors), caps (exact caps beside uncapped kernels and inexact segments), table
+            (print --out's results as Markdown).
         out: Results file, by default runs/bench/WHAT.json; train goes on where an unfinished one stops.
         sizes: train: 15m, 100m, 340m; with lengths and patterns in place of a fixed plan.
         lengths: train: tokens of a sequence.
         patterns: train: full, gdn (1:1 with full), gdn@3:1, gdn@pure, swa:512, ..., or peers such as fla-gdn.
         budget: Seconds; what is not begun then is listed as not run.
-        prepare: train: processes that compile fla's kernels beforehand, all patterns side by side (minutes, once).
-        device: train: cpu shows that the bench works, its numbers mean nothing.
+        prepare: caps: processes that compile fla's kernels beforehand, all side by side (minutes, once).
+        gpus: train: GPUs that share the cells.
+        device: train, caps: cpu shows that the bench works, its numbers mean nothing.
     """
     file = out or RUNS / "bench" / f"{what}.json"
     if what == "table":
@@ -45,12 +50,14 @@ def bench(
 
         print(tables.markdown(tables.load(file)))
         return
-    from . import kernel_parity, parity_train, stats, train
+    from . import caps, kernel_parity, parity_train, stats, train
 
     train.need_device(device)
     if what == "train":
         cells = train.plan(split(sizes), [number("lengths", n) for n in split(lengths)], split(patterns))
-        train.report(train.bench(file, train.Options(cells, device, budget, prepare=prepare)), file)
+        train.report(train.bench(file, train.Options(cells, device, budget, gpus=gpus)), file)
+    elif what == "caps":
+        caps.main(["--out", str(file), "--budget", str(budget), "--prepare", str(prepare), "--device", device])
     else:
         check = {"parity": parity_train, "kernels": kernel_parity, "stats": stats}[what]
         check.main(["--out", str(file), "--budget", str(budget)])

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import stats_table
+from . import caps_table, stats_table
 
 Row = dict[str, Any]
 
@@ -169,6 +169,7 @@ TABLES = {
     "attention_paths": attention,
     "attention_stats": lambda result: stats_table.markdown(result, _where(result), _grid),
     "parallel": parallel,
+    "caps": lambda result: caps_table.markdown(result, _where(result), _grid),
 }
 
 

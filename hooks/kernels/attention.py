@@ -16,9 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .flex import attend_blocks
 from .fused import compute_dtype
 
 ROWS = 256  # query rows a masked call handles at once: bounds its mask at ROWS x (ROWS + window)
+BANDS = 4096  # tokens from which sinks beside a window are worth the compilation of FlexAttention on a GPU
 SCORES = 2**22  # scores held at once where no fused kernel can cap them
 
 
@@ -53,10 +55,10 @@ def attention(
 ) -> Tensor:  # fmt: skip
     """Causal attention [B,T,H,V] through SDPA; same arguments as `attention_reference`.
 
-    Without positions this is one fused causal call where no window binds, and one flash call where only a window does
-    and the tensors are 16-bit on a GPU. Otherwise blocks of ROWS query rows see the span of keys they can reach, under
-    a small mask. Raises
-    ValueError for a window < 1, or positions that are missing where q and k are not the same tokens.
+    Without positions this is one fused causal call where no window binds, and for 16-bit tensors on a GPU one flash
+    call where only a window does, one FlexAttention call where positional sinks stand beside it. Otherwise blocks of
+    ROWS query rows see the keys they can reach, under a small mask.
+    Raises ValueError for a window < 1, or positions that are missing where q and k are not the same tokens.
     """
     if window is not None and window < 1:
         raise ValueError(f"window={window}: expected >= 1 (the query itself counts) or None")
@@ -67,8 +69,11 @@ def attention(
     if q_pos is None and k_pos is None and q_seg is None and k.shape[1] == T:
         if softcap is None and (window is None or window >= T):
             return _softmax(q, k, v, None, **score)
-        if window is not None and not sinks and softcap is None and sink_logits is None and _flash_takes(q, k, v):
-            return _flash(q, k, v, window, scale)
+        if window is not None and softcap is None and sink_logits is None and _flash_takes(q, k, v):
+            if not sinks:
+                return _flash(q, k, v, window, scale)
+            if T >= BANDS:
+                return _flex(q, k, v, window, sinks, limit, scale)
         span = T if window is None else window
         rows = [_banded(q, k, v, start, span, sinks, limit, score) for start in range(0, T, ROWS)]
         return torch.cat(rows, 1)
@@ -80,10 +85,11 @@ def attention(
             q_pos[:, part], k_pos, window=window, sinks=sinks, limit=limit,
             q_seg=None if q_seg is None else q_seg[:, part], k_seg=k_seg,
         )  # fmt: skip
-        reach = slice(0, k.shape[1])
+        reach: slice | Tensor = slice(0, k.shape[1])
         if T > 1:  # leave out the keys that none of these rows sees
-            hit = seen.flatten(0, 1).any(0).nonzero()
-            reach = slice(int(hit[0]), int(hit[-1]) + 1) if hit.numel() else slice(0, 1)
+            hit = seen.flatten(0, 1).any(0).nonzero()[:, 0]
+            first, last = (int(hit[0]), int(hit[-1])) if hit.numel() else (0, 0)
+            reach = hit if 2 * hit.numel() < last - first else slice(first, last + 1)  # sinks leave a gap
         rows.append(_softmax(q[:, part], k[:, reach], v[:, reach], seen[:, None, :, reach], **score))
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
@@ -195,6 +201,16 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) ->
         q, k, v, None, None, T, T, 0.0, False, False, scale=scale, window_size_left=window - 1, window_size_right=0
     )
     return out
+
+
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int, limit: int | None, scale: float | None
+) -> Tensor:  # fmt: skip
+    """Causal attention under a window with sinks in one call, blocks that no row sees left out."""
+    dtype = compute_dtype(q)
+    scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return attend_blocks(q, k, v, window=window, sinks=sinks, limit=limit, scale=scale)
 
 
 def _positions(q: Tensor, k: Tensor, q_pos: Tensor | None, k_pos: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -7,10 +7,12 @@ A window of w keeps, at token t, only the state written by tokens t-w+1..t:
 Time is cut into blocks of w; a window is a suffix of one block and a prefix of the next. The prefix is the
 same recurrence restarted at every block. The suffix is undecayed linear attention between the query carried
 back to its block's start, A_first^T ... A_t^T q_t, and the previous block's keys carried forward to that
-block's end, A_last ... A_{i+1} k_i. Both transports are the recurrence itself, started from the identity; the
-key's runs backwards in time with the transposed transition (a and b swapped). Tokens outside the window never
-enter the arithmetic, so changing them changes nothing, bitwise. With read="before" (RWKV-6) the sum runs over
-i < t, and the transitions end with A_{t-1}.
+block's end, A_last ... A_{i+1} k_i. Without erasure a transport is a product with decays. With it, it is the
+recurrence itself, started from the identity; the key's runs backwards in time with the transposed transition.
+Tokens outside the window never enter the arithmetic, so changing them changes nothing, bitwise. With
+read="before" (RWKV-6) the sum runs over i < t, and the transitions end with A_{t-1}.
+
+Every piece goes through `dispatch.recur`: the mixer's own fused op on CUDA, blocks in the place of a batch.
 """
 
 from __future__ import annotations
@@ -19,93 +21,170 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from . import fused
+from .dispatch import choose, recur
 from .recurrence import Read, recurrence, recurrence_reference, without_autocast
 
-BLOCK_ELEMENTS = 2**24  # elements of state that blocks processed together may hold
+BLOCK_ELEMENTS = 2**24  # elements of state that blocks processed together may hold, on the torch path
+FUSED_ELEMENTS = 2**27  # ... and in fused kernels: 0.5 GiB, 128 blocks of 16 heads of 128 x (128 + 128)
+Terms = dict[str, Any]
 
 
 @without_autocast
 def windowed_reference(
-    *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None,
-    window: int, read: Read = "after",
+    *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None,
+    a: Tensor | None = None, b: Tensor | None = None, window: int, read: Read = "after",
 ) -> Tensor:  # fmt: skip
     """The specification: at every position, restart the loop `window` tokens back. Returns [B,T,H,V]."""
+    terms = _given(q=q, k=k, v=v, log_decay=log_decay, beta=beta, a=a, b=b)
     rows = []
     for t in range(q.shape[1]):
         span = slice(max(0, t - window + 1), t + 1)
-        erase: dict[str, Any] = {} if a is None or b is None else {"a": a[:, span], "b": b[:, span]}
-        out, _ = recurrence_reference(
-            q=q[:, span], k=k[:, span], v=v[:, span], log_decay=log_decay[:, span], **erase, read=read
-        )
+        out, _ = recurrence_reference(**{name: x[:, span] for name, x in terms.items()}, read=read)
         rows.append(out[:, -1])
     return torch.stack(rows, 1)
 
 
-@without_autocast
 def windowed(
-    *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None,
-    window: int, read: Read = "after",
+    *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None,
+    a: Tensor | None = None, b: Tensor | None = None, window: int, read: Read = "after",
 ) -> Tensor:  # fmt: skip
-    """The same from blocks of `window` tokens, a slab of blocks at a time."""
+    """The same from blocks of `window` tokens, a slab of blocks at a time, on the path that the policy chooses."""
     B, T, H, K = q.shape
-    per_block = B * H * K * (K + v.shape[-1])
-    slab = max(1, BLOCK_ELEMENTS // per_block) * window
-    tensors: dict[str, Any] = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "log_decay": log_decay,
-        **({} if a is None or b is None else {"a": a, "b": b}),
-    }
+    terms = _given(q=q, k=k, v=v, log_decay=log_decay, beta=beta, a=a, b=b)
+    family, path, dtype = _path(terms, read)
+    per_block = B * H * K * (v.shape[-1] + (0 if _diagonal(terms) else K))
+    blocks = (FUSED_ELEMENTS if path == "fused" else BLOCK_ELEMENTS) // per_block
+    if path == "fused":
+        terms = {name: x.to(dtype) if name in "qkvab" else x for name, x in terms.items()}
+        if family != "elementwise":
+            blocks = min(blocks, fused.MAX_HEADS // (B * H) - 1)  # one more leads each slab
+    slab = max(1, blocks) * window
     outputs = []
     for start in range(0, T, slab):
         lead = window if start else 0  # the block before the slab supplies its first block's suffix
-        part = {name: x[:, start - lead : start + slab] for name, x in tensors.items()}
-        outputs.append(_slab(part, window, read)[:, lead:])
-    return torch.cat(outputs, 1)
+        part = {name: x[:, start - lead : start + slab] for name, x in terms.items()}
+        outputs.append(_slab(**part, window=window, read=read, dtype=dtype)[:, lead:])
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+    return out.to(v.dtype)
 
 
-def _slab(tensors: dict[str, Any], window: int, read: Read) -> Tensor:
-    B, T, H, K = tensors["q"].shape
-    V = tensors["v"].shape[-1]
-    blocks = -(-T // window)
-    pad = blocks * window - T
+@without_autocast
+def _slab(*, window: int, read: Read, dtype: torch.dtype, **terms: Any) -> Tensor:
+    """`windowed` on a few blocks together, transported queries and keys in `dtype`."""
+    B, T, H, K = terms["q"].shape
+    V, N = terms["v"].shape[-1], -(-T // window)
 
-    def fold(x: Tensor) -> Tensor:  # [B,T,H,D] -> [B*blocks,window,H,D]
-        return torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pad)).reshape(B * blocks, window, H, x.shape[-1])
+    def cut(x: Tensor) -> Tensor:  # [B,T,H(,D)] -> [B,N,window,H(,D)]
+        pad = N * window - T
+        return (F.pad(x, (0, 0) * (x.ndim - 2) + (0, pad)) if pad else x).unflatten(1, (N, window))
 
-    def unfold(x: Tensor) -> Tensor:  # -> [B,blocks,window,H,D]
-        return x.view(B, blocks, window, H, x.shape[-1])
-
-    f: dict[str, Any] = {name: fold(x) for name, x in tensors.items()}
-    dtype = torch.promote_types(f["q"].dtype, torch.float32)
-    eye = torch.eye(K, dtype=dtype, device=f["q"].device).expand(B * blocks, H, K, K)
-    state = torch.cat([eye.new_zeros(B * blocks, H, K, V), eye], -1)
-    values = torch.cat([f["v"].to(dtype), f["q"].new_zeros(*f["q"].shape, dtype=dtype)], -1)
-    out, _ = recurrence(**{**f, "v": values}, state=state, read=read)
-    prefix, query = out.split([V, K], -1)
-    if blocks == 1:
-        return prefix.view(B, window, H, V)[:, :T].to(f["v"].dtype)
-
-    key = carried_keys(**{name: x for name, x in f.items() if name not in ("q", "v")})
-    query, key, value = unfold(query)[:, 1:], unfold(key)[:, :-1], unfold(f["v"].to(dtype))[:, :-1]
+    blocks = {name: cut(x) for name, x in terms.items()}
+    blocks["v"] = values = blocks["v"].to(dtype)
+    if N == 1 or window == 1:
+        return _run(blocks, read).flatten(1, 2)[:, :T]
+    if _diagonal(terms):
+        prefix = _run(blocks, read)
+        through = _wide(blocks["log_decay"]).cumsum(2)
+        if read == "before":
+            through = F.pad(through[:, :, :-1], (0, 0, 0, 0, 1, 0))
+        query = blocks["q"] * through.exp()
+    else:  # one scan for both: values [v | 0] onto the state [0 | identity]
+        identity = F.pad(torch.eye(K, dtype=_wide(values[:0]).dtype, device=values.device), (V, 0))
+        out = _run({**blocks, "v": F.pad(values, (0, K))}, read, identity.repeat(B * N, H, 1, 1))
+        prefix, query = out[..., :V], out[..., V:]
     # Key i of the previous block is inside the window iff its offset exceeds the query's: strictly causal in
-    # flipped time.
-    suffix, _ = recurrence(
-        q=query.flatten(0, 1).flip(1), k=key.flatten(0, 1).flip(1), v=value.flatten(0, 1).flip(1),
-        log_decay=query.new_zeros(B * (blocks - 1), window, H, 1), read="before",
-    )  # fmt: skip
-    suffix = suffix.flip(1).view(B, blocks - 1, window, H, V)
-    out = unfold(prefix)
-    out = torch.cat([out[:, :1], out[:, 1:] + suffix], 1)
-    return out.reshape(B, blocks * window, H, V)[:, :T].to(f["v"].dtype)
+    # reversed time, where keys and values come one step late.
+    key = _carried({name: x[:, :-1] for name, x in blocks.items()}, dtype, late=1)
+    written = blocks["beta"][..., None] * values if "beta" in blocks else values
+    value = _back(written[:, :-1].to(dtype), 1)
+    suffix = _run({"q": _back(query[:, 1:].to(dtype)), "k": key, "v": value})
+    out = torch.cat([prefix[:, :1], prefix[:, 1:] + _back(suffix)], 1)
+    return out.flatten(1, 2)[:, :T]
 
 
-def carried_keys(*, k: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None) -> Tensor:
+def _run(blocks: Terms, read: Read = "after", state: Tensor | None = None) -> Tensor:
+    """The recurrence on every block by itself: [B,N,w,H,V]."""
+    B, N = blocks["q"].shape[:2]
+    out, _ = recur(**{name: x.flatten(0, 1) for name, x in blocks.items()}, read=read, state=state)
+    return out.unflatten(0, (B, N))
+
+
+def _back(x: Tensor, late: int = 0) -> Tensor:
+    """Blocks [B,N,w,...] in reversed time, `late` steps late: zeros, then the last token, the one before it ..."""
+    w = x.shape[2]
+    order = (w - 1 + late - torch.arange(w, device=x.device)).clamp(max=w - 1)
+    x = x.index_select(2, order)
+    x[:, :, :late] = 0
+    return x
+
+
+def _carried(blocks: Terms, dtype: torch.dtype, late: int) -> Tensor:
+    """Keys carried to the end of their blocks, A_last ... A_{i+1} k_i, in reversed time and `late` steps late.
+
+    Reversed time meets the transitions of the tokens after i one step before i. For A = (I - beta k k^T) diag(alpha),
+    the transposed transition erases before it decays: the decay of a token goes with the next one's erasure, and the
+    last decay onto the key that is read.
+    """
+    key, decay = _back(blocks["k"], late), blocks.get("log_decay")
+    moved = {name: _back(x, late + 1) for name, x in blocks.items() if name not in ("q", "v")}
+    if _diagonal(blocks):
+        return (key * _wide(moved["log_decay"]).cumsum(2).exp()).to(dtype)
+    if "a" in moved:
+        moved["a"], moved["b"] = moved["b"], moved["a"]
+    elif decay is not None and decay.shape[-1] > 1:
+        key, moved["log_decay"] = key * moved["log_decay"].exp(), _back(decay, late + 2)
+    B, N, _, H, K = key.shape
+    identity = torch.eye(K, dtype=torch.promote_types(dtype, torch.float32), device=key.device)
+    key = key.to(dtype)
+    return _run({**moved, "q": key, "v": torch.zeros_like(key)}, state=identity.repeat(B * N, H, 1, 1))
+
+
+def _diagonal(terms: Terms) -> bool:
+    """Whether nothing is erased."""
+    return "beta" not in terms and "a" not in terms
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _given(**terms: Tensor | None) -> Terms:
+    """The arguments that are there; zero decays where there is neither decay nor erasure."""
+    given = {name: x for name, x in terms.items() if x is not None}
+    if _diagonal(given) and "log_decay" not in given:
+        given["log_decay"] = torch.zeros_like(_wide(given["k"][..., :1]))
+    return given
+
+
+def _path(terms: Terms, read: Read) -> tuple[fused.Family, str, torch.dtype]:
+    """The family, the path it takes, and the dtype that transported queries and keys are kept in."""
+    what = {name: terms.get(name) for name in ("log_decay", "beta", "a")}
+    family = fused.family_of(k=terms["k"], v=terms["v"], **what, read=read)
+    dtype = fused.compute_dtype(terms["v"])
+    path, _ = choose(family, terms["k"].device, dtype)
+    if path == "torch" or family == "elementwise":
+        dtype = torch.promote_types(terms["k"].dtype, torch.float32)
+    return family, path, dtype
+
+
+def carried_keys(
+    *, k: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None, a: Tensor | None = None,
+    b: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Keys carried to the end of the span: A_last ... A_{i+1} k_i for every i, [B,T,H,K], in fp32 or fp64."""
-    return carried(k=k, log_decay=log_decay, a=a, b=b)[0]
+    terms = _given(k=k, log_decay=log_decay, beta=beta, a=a, b=b)
+    _, _, dtype = _path({**terms, "v": k}, "after")
+    keys = _one_block(**terms, dtype=dtype)
+    return keys.to(torch.promote_types(k.dtype, torch.float32))
+
+
+@without_autocast
+def _one_block(*, dtype: torch.dtype, **terms: Tensor) -> Tensor:
+    return _back(_carried({name: x[:, None] for name, x in terms.items()}, dtype, late=0))[:, 0]
 
 
 @without_autocast
@@ -124,8 +203,8 @@ def carried(*, k: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor 
 
 
 def capped(
-    *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, a: Tensor | None = None, b: Tensor | None = None,
-    cap: int, conv: int = 1, read: Read = "after",
+    *, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None,
+    a: Tensor | None = None, b: Tensor | None = None, cap: int, conv: int = 1, read: Read = "after",
 ) -> Tensor:  # fmt: skip
     """The recurrence of a site whose *input* reach is `cap` tokens, a convolution of width `conv` included.
 
@@ -133,20 +212,15 @@ def capped(
     Raises ValueError where cap < conv.
     """
     check_cap(cap, conv)
-    tensors: dict[str, Any] = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "log_decay": log_decay,
-        **({} if a is None or b is None else {"a": a, "b": b}),
-    }
-    head, _ = recurrence(**{name: x[:, :cap] for name, x in tensors.items()}, read=read)
-    if q.shape[1] <= cap:
-        return head
     window = cap - conv + 1
-    # Row `cap` looks back to token conv: earlier tokens are nobody's business from here on.
-    tail = windowed(**{name: x[:, conv:] for name, x in tensors.items()}, window=window, read=read)
-    return torch.cat([head, tail[:, cap - conv :]], 1)
+    terms = _given(q=q, k=k, v=v, log_decay=log_decay, beta=beta, a=a, b=b)
+    if q.shape[1] <= cap:
+        return recur(**terms, read=read)[0]
+    out = windowed(**terms, window=window, read=read)
+    if window == cap:
+        return out
+    head, _ = recur(**{name: x[:, :cap] for name, x in terms.items()}, read=read)
+    return torch.cat([head[:, :cap], out[:, cap:]], 1)
 
 
 def check_cap(cap: int, conv: int) -> None:

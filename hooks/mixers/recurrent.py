@@ -20,7 +20,7 @@ from transformer_lens.hook_points import HookPoint
 from ..config import Slot
 from ..kernels.dispatch import recur
 from ..kernels.recurrence import Read, plain
-from ..kernels.windowed import Ring, capped, carried_keys, check_cap
+from ..kernels.windowed import Ring, capped, carried_keys
 from ..passes import Pass, StateCache
 from ..sites import Site
 
@@ -95,34 +95,30 @@ class Recurrent(nn.Module):
             out, state = recur(**terms, state=None if old is None else old.state, read=self.read)
             state = self.hook("state", state)
         else:
-            q, k, dtype = terms.pop("q"), terms["k"], terms["v"].dtype
-            v, log_decay, a, b = plain(**terms)
-            terms = {"q": q, "k": k, "v": v, "log_decay": log_decay, **({} if a is None else {"a": a, "b": b})}
             if old is not None and old.ring is not None:
                 ring = old.ring
                 out = self._steps(ring, terms, run)
             else:
-                check_cap(site.cap, site.conv)
-                if run.length <= site.cap:
-                    out, _ = recur(**terms, read=self.read)
-                else:
-                    out = capped(**terms, cap=site.cap, conv=site.conv, read=self.read)
+                out = capped(**terms, cap=site.cap, conv=site.conv, read=self.read)
                 ring = self._ring(terms, run, site.cap) if run.cache is not None else None
-            out = out.to(dtype)
         run.keep(site.name, old, inputs, site.conv, state=state, ring=ring, cap=site.cap)
         return out
 
     def _steps(self, ring: Ring, terms: dict[str, Any], run: Pass) -> Tensor:
         """Token by token through the ring."""
+        q, k, dtype = terms["q"], terms["k"], terms["v"].dtype
+        v, log_decay, a, b = plain(**{name: y for name, y in terms.items() if name != "q"})
+        terms = {"q": q, "k": k, "v": v, "log_decay": log_decay, **({} if a is None else {"a": a, "b": b})}
         steps = []
         for t in range(run.length):
             real = None if run.real is None else t < run.count
             steps.append(ring.step(**{name: y[:, t] for name, y in terms.items()}, real=real, read=self.read))
-        return torch.stack(steps, 1)
+        return torch.stack(steps, 1).to(dtype)
 
     def _ring(self, terms: dict[str, Any], run: Pass, cap: int) -> Ring:
         tail = {name: run.last(y, min(cap, run.length)) for name, y in terms.items() if name != "q"}
-        value = tail.pop("v")
+        value = plain(**tail)[0]
+        del tail["v"]
         keys = carried_keys(**tail)
         seen = run.count.expand(value.shape[0])
         return Ring(cap, self.site.conv, keys.transpose(1, 2), value.to(keys.dtype).transpose(1, 2), seen)

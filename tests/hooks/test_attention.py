@@ -11,6 +11,7 @@ from helpers import Largest, assert_close
 from torch import Tensor
 
 from hybridscope.hooks.kernels import attention as kernel
+from hybridscope.hooks.kernels import flex
 from hybridscope.hooks.kernels.attention import attention, attention_reference
 
 W = 7
@@ -207,7 +208,7 @@ def test_gradients(limits: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("V", [6, 4, 9])
-@pytest.mark.parametrize("mode", ["plain", "window", "sinks", "positions", "gradient"])
+@pytest.mark.parametrize("mode", ["plain", "window", "sinks", "positions", "sinks by position", "gradient"])
 def test_no_tensor_grows_with_the_square_of_length(mode: str, V: int) -> None:
     """Quadrupling T quadruples the largest tensor, no more (values narrower or wider than keys included)."""
     largest = []
@@ -219,6 +220,8 @@ def test_no_tensor_grows_with_the_square_of_length(mode: str, V: int) -> None:
             x.update(window=64, sinks=4)
         elif mode == "positions":
             x.update(q_pos=torch.arange(T)[None], k_pos=torch.arange(T)[None], window=64)
+        elif mode == "sinks by position":
+            x.update(q_pos=torch.arange(T)[None], k_pos=torch.arange(T)[None], window=64, sinks=4)
         elif mode == "gradient":
             x = {name: value.requires_grad_() for name, value in x.items()}
         with Largest() as seen:
@@ -255,3 +258,74 @@ def test_positions_come_in_pairs() -> None:
         attention(**{**x, "q": x["q"][:, 2:]})
     with pytest.raises(ValueError, match="window=0"):
         attention(**x, window=0)
+
+
+def test_keys_between_sinks_and_window_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded or cached rows, too, are scored against the sinks and the window alone."""
+    monkeypatch.setattr(kernel, "ROWS", 8)
+    widths = []
+
+    def softmax(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **score: Any) -> Tensor:
+        widths.append(k.shape[1])
+        return real(q, k, v, mask, **score)
+
+    real = kernel._softmax
+    monkeypatch.setattr(kernel, "_softmax", softmax)
+    x, at = qkv(200), torch.arange(200)[None]
+    assert_close(attention(**x, window=5, sinks=3, q_pos=at, k_pos=at), attention_reference(**x, window=5, sinks=3))
+    assert max(widths) <= 3 + 5 + 2 * 8  # a span with a narrow gap stays one slice
+
+
+# FlexAttention (on a GPU; here its mask, in blocks, and the mathematics uncompiled)
+
+FLEX: list[tuple[int, int, int, int | None]] = [
+    (300, 1, 1, None), (300, 5, 4, None), (513, 130, 3, None), (513, 200, 130, None), (513, 100, 4, 250),
+]  # fmt: skip
+
+
+def dense(T: int, window: int, sinks: int, limit: int | None) -> Tensor:
+    at = torch.arange(T)[None]
+    return kernel.visible(at, at, window=window, sinks=sinks, limit=limit)[0]
+
+
+@pytest.mark.parametrize(("T", "window", "sinks", "limit"), FLEX)
+def test_blocks_of_the_mask(T: int, window: int, sinks: int, limit: int | None) -> None:
+    """Blocks called whole are, and no pair that is seen lies in a block that is skipped; few that need not be read."""
+    mask = flex.block_mask(T, window, sinks, limit, torch.device("cpu"))
+    N = -(-T // flex.BLOCK)
+    pad = N * flex.BLOCK - T
+    pairs = torch.nn.functional.pad(dense(T, window, sinks, limit), (0, pad, 0, pad)).view(N, flex.BLOCK, N, flex.BLOCK)
+    read = mask.to_dense()[0, 0].bool()
+    whole = torch.zeros(N, N, dtype=torch.bool)
+    for row in range(N):
+        whole[row, mask.full_kv_indices[0, 0, row, : int(mask.full_kv_num_blocks[0, 0, row])].long()] = True
+    assert (read >= pairs.any(3).any(1)).all()
+    assert (whole <= pairs.all(3).all(1)).all()
+    assert read.sum() <= pairs.any(3).any(1).sum() + 1
+    i, j = torch.meshgrid(torch.arange(T), torch.arange(T), indexing="ij")
+    assert torch.equal(mask.mask_mod(i[:1, :1], i[:1, :1], i, j), dense(T, window, sinks, limit))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(("T", "window", "sinks", "limit"), FLEX)
+def test_sinks_take_flex_attention_on_a_gpu(
+    T: int, window: int, sinks: int, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def uncompiled(*args: Any) -> Tensor:
+        calls.append(args)
+        return flex.flex()(*args)
+
+    monkeypatch.setattr(kernel, "_flash_takes", lambda q, k, v: True)
+    monkeypatch.setattr(kernel, "BANDS", T)
+    monkeypatch.setattr(flex, "compiled", lambda: uncompiled)
+    x = qkv(T, K=16, V=16, dtype=torch.float32)
+    assert_close(
+        attention(**x, window=window, sinks=sinks, limit=limit),
+        attention_reference(**x, window=window, sinks=sinks, limit=limit),
+    )
+    assert len(calls) == 1
+    monkeypatch.setattr(kernel, "BANDS", T + 1)  # not worth a compilation
+    attention(**x, window=window, sinks=sinks, limit=limit)
+    assert len(calls) == 1

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
 import pytest
 import torch
 from helpers import RECURRENT, VOCAB, Largest, assert_close, model_of, pad, tokens_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridscope import HybridLM
@@ -134,6 +137,92 @@ def test_caps_hold_while_decoding_and_under_padding(mixer: str) -> None:
         assert_close(a, whole, "model")
         same = (a == b).all(-1)
         assert same.tolist() == [not 3 <= t < 3 + w for t in range(14)]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(mixer=st.sampled_from(MIXERS), real=st.lists(st.booleans(), min_size=2, max_size=22), w=st.integers(4, 24),
+       cuts=st.sets(st.integers(1, 21), max_size=4), sinks=st.integers(0, 2))  # fmt: skip
+def test_any_padding_and_any_split_under_any_cap(
+    mixer: str, real: list[bool], w: int, cuts: set[int], sinks: int
+) -> None:
+    """Tokens anywhere among padding, given in pieces of any size, are what they are by themselves in one pass."""
+    model, at = one(mixer), [c for c, there in enumerate(real) if there]
+    sinks = sinks if model.sites[0].softmax else 0
+    row = tokens_of(1, len(at))
+    tokens, mask = pad([row[0]], [at], len(real))
+    cache, edges = Cache(), sorted({0, len(real), *(c for c in cuts if c < len(real))})
+    with model.cap(**{kind(model): w}, sinks=sinks):
+        parts = [model(tokens[:, a:b], mask[:, a:b], cache) for a, b in itertools.pairwise(edges)]
+        if at:
+            assert_close(torch.cat(parts, 1)[0, at], model(row)[0], "model")
+
+
+@pytest.mark.parametrize("caps", [{}, {"full": 5}])
+def test_a_prompt_is_attended_to_as_without_a_cache(caps: dict[str, int]) -> None:
+    """The call that fills an empty cache gives kernels no positions: the same fused call, bitwise the same output."""
+    model, tokens = model_of("full"), tokens_of(2, T)
+    with model.cap(**caps) if caps else contextlib.nullcontext():
+        cache = Cache()
+        assert torch.equal(model(tokens[:, :20], cache=cache), model(tokens[:, :20]))
+        assert_close(model(tokens[:, 20:], cache=cache), model(tokens)[:, 20:], "model")
+
+
+# Packed documents
+
+
+@pytest.mark.parametrize("w", [None, 4, 6])
+@pytest.mark.parametrize("mixer", [*MIXERS, "swa:4|gdn", "full+mamba2"])
+def test_packed_documents_never_see_each_other(mixer: str, w: int | None) -> None:
+    """Each is what it is alone, caps, sinks, states, convolutions and token shifts included; padding stands between."""
+    model = model_of(mixer, "full", n_kv_heads=2)
+    rows = [tokens_of(1, n, seed=n) for n in (9, 1, 7, 12, 5)]
+    tokens, mask = tokens_of(2, 21, seed=3), torch.zeros(2, 21, dtype=torch.int64)
+    ids = torch.zeros(2, 21, dtype=torch.int64)
+    places = [(0, [0, 1, 2, 3, 5, 6, 7, 8, 9]), (0, [10]), (0, list(range(13, 20))), (1, list(range(12)))]
+    places.append((1, list(range(14, 19))))
+    for number, ((sample, at), row) in enumerate(zip(places, rows, strict=True)):
+        tokens[sample, at], mask[sample, at], ids[sample, at] = row[0], 1, number % 2
+    caps = {} if w is None else {site.kind: w for site in model.sites}
+    with model.cap(**caps) if caps else contextlib.nullcontext():
+        out = model(tokens, mask, documents=ids)
+        for (sample, at), row in zip(places, rows, strict=True):
+            assert_close(out[sample, at], model(row)[0], "model")
+        other = tokens.clone()
+        other[0, 7] = (other[0, 7] + 1) % VOCAB
+        changed = (model(other, mask, documents=ids) != out).any(-1)
+    assert changed[0, 7]
+    assert not changed[1].any()
+    assert not changed[0, 10:].any()
+
+
+def test_one_document_is_the_plain_pass() -> None:
+    model, tokens = model_of(*HYBRID), tokens_of(2, T)
+    assert torch.equal(model(tokens, documents=torch.ones_like(tokens)), model(tokens))
+
+
+def test_documents_are_samples_for_recorders() -> None:
+    model, tokens = model_of(*HYBRID), tokens_of(1, 10)
+    ids = torch.tensor([[0] * 6 + [1] * 4])
+    with model.record(stats=True, resid="last") as rec:
+        model(tokens, documents=ids)
+    with model.record(stats=True, resid="last") as alone:
+        model(tokens[:, 6:])
+    assert_close(rec.stats(3).entropy[1:, :4], alone.stats(3).entropy, "model")
+    assert_close(rec.resid(3)[1], alone.resid(3)[0], "model")
+
+
+def test_mistakes_about_documents_are_named() -> None:
+    model, tokens = model_of(*HYBRID), tokens_of(1, 8)
+    with pytest.raises(ValueError, match="documents are for whole passes"):
+        model(tokens, cache=Cache(), documents=torch.zeros_like(tokens))
+    with pytest.raises(ValueError, match=r"documents: torch.int64 of shape \(1, 7\)"):
+        model(tokens, documents=torch.zeros(1, 7, dtype=torch.int64))
+    with pytest.raises(ValueError, match="documents: torch\\.float32"):
+        model(tokens, documents=torch.zeros(1, 8))
+    with pytest.raises(ValueError, match="attention_mask: shape"):
+        model(tokens, torch.ones(1, 7), documents=torch.zeros_like(tokens))
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        model(tokens + VOCAB, documents=torch.zeros_like(tokens))
 
 
 def test_a_cap_above_a_native_window_changes_nothing() -> None:

@@ -8,10 +8,17 @@ from typing import Any
 import pytest
 import torch
 from helpers import Largest, assert_close, error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_fused import FAMILIES, HOPPER, read_of, stand_in
+from test_fused import inputs as family_inputs
 from torch import Tensor
 
+from hybridscope.experiments.bench import kernel_parity
+from hybridscope.hooks.kernels import fused
 from hybridscope.hooks.kernels import windowed as kernel
-from hybridscope.hooks.kernels.recurrence import Read, recurrence, recurrence_reference
+from hybridscope.hooks.kernels.dispatch import use_kernels
+from hybridscope.hooks.kernels.recurrence import Read, plain, recurrence, recurrence_reference
 from hybridscope.hooks.kernels.windowed import Ring, capped, carried_keys, windowed, windowed_reference
 
 Inputs = dict[str, Any]
@@ -185,6 +192,45 @@ def test_strong_decay_underflows_to_the_truth() -> None:
             assert_close(windowed(**x, window=w), window_rows(table, w))
 
 
+def delta_rule(decay: int | None, length: int = T) -> Inputs:
+    """The delta rule by its strengths, beta up to 2, with a decay of that many channels."""
+    x = inputs("scalar", length)
+    x["beta"] = 2 * torch.rand(2, length, 2).double()
+    x["log_decay"] = None if decay is None else -0.8 * torch.rand(2, length, 2, decay).double()
+    return x
+
+
+def written_out(x: Inputs) -> Inputs:
+    """The same with a and b, beta v in the place of v."""
+    v, log_decay, a, b = plain(**{name: y for name, y in x.items() if name != "q"})
+    return {"q": x["q"], "k": x["k"], "v": v, "log_decay": log_decay, "a": a, "b": b}
+
+
+@pytest.mark.parametrize("decay", [None, 1, 4])
+def test_the_delta_rule_by_its_strength(decay: int | None) -> None:
+    """Erasure before decay in reversed time, by pairing each with its neighbour's: what a and b written out give."""
+    x = delta_rule(decay)
+    table = restarts(written_out(x))
+    for w in (1, 2, 3, 4, 7, T - 1, T):
+        assert error(windowed(**x, window=w), window_rows(table, w)) < 2e-15, w
+        assert error(windowed_reference(**x, window=w), window_rows(table, w)) < 2e-15, w
+    for cap, conv in ((4, 4), (9, 2), (T - 1, 4), (T, 4)):
+        assert error(capped(**x, cap=cap, conv=conv), cap_rows(table, cap, conv)) < 2e-15, cap
+    where = {name: y for name, y in written_out(x).items() if name not in ("q", "v")}
+    given_ = {name: y for name, y in x.items() if name not in ("q", "v")}
+    assert_close(carried_keys(**given_), carried_keys(**where))
+
+
+@pytest.mark.parametrize("kind", ["scalar", "vector"])
+def test_a_reset_is_the_end_of_every_window(kind: str) -> None:
+    """A decay of -inf: nothing before it is seen, and nothing turns into NaN."""
+    x = inputs(kind)
+    x["log_decay"][:, 10] = -torch.inf
+    table = restarts(x)
+    for w in (1, 4, 7, 12):
+        assert error(windowed(**x, window=w), window_rows(table, w)) < 2e-15, w
+
+
 # Caps: windows of states under a convolution
 
 
@@ -277,3 +323,124 @@ def test_padding_leaves_a_filling_ring_alone() -> None:
         mixed = {name: torch.stack([y[0, t], y[1, t + 1]]) for name, y in x.items()}
         out = ring.step(**mixed, real=None)
         assert_close(out, torch.stack([whole[0, t], whole[1, t + 1]]))
+
+
+# Any length, window and slab, drawn by hypothesis
+
+quick = settings(max_examples=30, deadline=None, derandomize=True)
+
+
+@quick
+@given(kind=st.sampled_from(KINDS), length=st.integers(1, 40), w=st.integers(1, 44), slab=st.integers(1, 2**12),
+       read=st.sampled_from(["after", "before"]))  # fmt: skip
+def test_any_window_is_the_restarted_loop(kind: str, length: int, w: int, slab: int, read: Read) -> None:
+    x = inputs(kind, length, B=1, H=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "BLOCK_ELEMENTS", slab)
+        assert_close(windowed(**x, window=w, read=read), windowed_reference(**x, window=w, read=read))
+
+
+@quick
+@given(kind=st.sampled_from(KINDS), length=st.integers(2, 30), cap=st.integers(1, 33), conv=st.integers(1, 4),
+       cut=st.integers(1, 29))  # fmt: skip
+def test_any_cap_continues_in_its_ring(kind: str, length: int, cap: int, conv: int, cut: int) -> None:
+    """A prompt of any length, then token by token: every row of the whole pass, blind to what left the window."""
+    cap, cut = max(cap, conv), min(cut, length - 1)
+    x, other = (inputs(kind, length, B=1, H=1) for _ in range(2))
+    whole = capped(**x, cap=cap, conv=conv)
+    gone = max(0, cut + 1 - cap) if cut >= cap else 0  # of the first row decoded
+    y = {name: torch.cat([other[name][:, :gone], z[:, gone:]], 1) for name, z in x.items()}
+    rings = [ring_after(source, cut, cap, conv) for source in (x, y)]
+    for t in range(cut, length):
+        step = {"a": None, "b": None, **{name: z[:, t] for name, z in x.items()}}
+        out, blind = (ring.step(**step, real=None) for ring in rings)
+        assert_close(out, whole[:, t])
+        assert torch.equal(out, blind)
+
+
+# On the fused path: the pieces go through the mixer's own op (stand-ins for fla's; the kernels are tested on a GPU)
+
+OPS = {
+    "scalar": {"chunk_simple_gla"}, "vector": {"chunk_gla", "chunk_simple_gla"},
+    "before": {"chunk_rwkv6", "chunk_simple_gla"}, "elementwise": {"fused_recurrent_hgrn"},
+    "delta": {"chunk_delta_rule", "chunk_kda", "chunk_simple_gla"},
+    "delta scalar": {"chunk_gated_delta_rule", "chunk_simple_gla"}, "delta vector": {"chunk_kda", "chunk_simple_gla"},
+    "low rank": {"chunk_dplr_delta_rule", "chunk_simple_gla"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The CPU in the place of a Hopper; collects the names of the ops that are asked for."""
+    used: set[str] = set()
+
+    def find(name: str) -> Any:
+        used.add(name)
+        return stand_in(name)
+
+    monkeypatch.setattr(fused, "DEVICE", "cpu")
+    monkeypatch.setattr(fused, "machine", lambda device: ("3.6.0", HOPPER))
+    monkeypatch.setattr(fused, "fla_op", find)
+    return used
+
+
+def capped_inputs(family: str, dtype: torch.dtype = torch.float32) -> Inputs:
+    x = family_inputs(family, 50, dtype=dtype)
+    del x["state"]
+    return x
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("cap", "conv"), [(2, 2), (7, 1), (13, 4), (49, 1), (50, 4)])
+def test_fused_pieces_make_the_same_cap(ops: set[str], family: str, cap: int, conv: int) -> None:
+    """The mixer's op for what it does, never the general one; many blocks in several launches."""
+    x, read = capped_inputs(family), read_of(family)
+    with use_kernels("torch"):
+        expected = capped(**x, cap=cap, conv=conv, read=read)
+    assert not ops
+    with use_kernels("fused"), pytest.MonkeyPatch.context() as patch:
+        for most in (fused.MAX_HEADS, 12):
+            patch.setattr(fused, "MAX_HEADS", most if family != "elementwise" else fused.MAX_HEADS)
+            assert_close(capped(**x, cap=cap, conv=conv, read=read), expected)
+    assert ops
+    assert ops <= OPS[family]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_caps_in_16_bits(ops: set[str], family: str) -> None:
+    """Outputs keep v's dtype, under autocast too, and the error is that of the uncapped kernel."""
+    x, read = capped_inputs(family, torch.bfloat16), read_of(family)
+    wide = {name: y.float() for name, y in x.items()}
+    with use_kernels("torch"):
+        expected = capped(**wide, cap=9, read=read)
+    got = capped(**x, cap=9, read=read)
+    assert got.dtype == torch.bfloat16
+    assert kernel_parity.error(got, expected) < kernel_parity.TOLERANCE["bf16"][0]
+    with torch.autocast("cpu", torch.bfloat16):
+        under = capped(**wide, cap=9, read=read)
+    assert under.dtype == torch.float32
+    assert kernel_parity.error(under, expected) < kernel_parity.TOLERANCE["bf16"][0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_ring_starts_from_fused_keys(ops: set[str], family: str) -> None:
+    x = capped_inputs(family)
+    names = [name for name in x if name not in ("q", "v")]
+    with use_kernels("fused"):
+        keys = carried_keys(**{name: x[name][:, 4:15] for name in names})
+    expected = carried_keys(**{name: x[name].double()[:, 4:15] for name in names})
+    assert kernel_parity.error(keys, expected) < 1e-5
+    assert bool(ops) == ("delta" in family or family == "low rank")  # elsewhere a key is only decayed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_gradients(ops: set[str], family: str) -> None:
+    x, read = {name: y.requires_grad_() for name, y in capped_inputs(family).items()}, read_of(family)
+    grads = []
+    for path in ("fused", "torch"):
+        with use_kernels(path):
+            out = capped(**x, cap=9, conv=2, read=read)
+        weight = torch.linspace(-1, 2, out.numel()).view(out.shape)
+        grads.append(torch.autograd.grad((out * weight).sum(), list(x.values())))
+    for name, got, expected in zip(x, *grads, strict=True):
+        assert error(got, expected) < 2e-5, name  # fp32, sums in another order

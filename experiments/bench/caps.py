@@ -1,0 +1,176 @@
+"""Exact caps beside the uncapped kernels and beside what is not exact: time, memory, errors and leaks, on one GPU.
+
+    python -m hybridscope.experiments.bench.caps --out caps.json --budget 400
+
+Cells (caps_cells.py) run in a worker process, the most wanted first, and are saved one by one; run again with the same
+--out to go on. fla tunes its kernels when they first run, for minutes: `--prepare N` compiles for all mixers side by
+side before, on short sequences; `--untuned` takes each kernel's first configuration instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from ...hooks.kernels.dispatch import use_kernels
+from ..train import commit
+from . import caps_cells, tables, workers
+from .caps_cells import Cell
+from .train import need_device, version_of
+from .tuning import untuned
+
+MODULE = "hybridscope.experiments.bench.caps"
+LIMIT = 240.0
+"""Seconds that a worker may be silent: tuning one op."""
+SHORT = "4096/512"
+"""What --prepare runs of every mixer; tuned configurations do not depend on lengths."""
+
+
+def work(names: list[str], device: torch.device) -> None:
+    """Measure cells one after another and print their records as JSON lines."""
+    for name in names:
+        print(json.dumps({"start": name}), flush=True)
+        begin = time.monotonic()
+        try:
+            for row in caps_cells.measure(Cell(name), device):
+                print(json.dumps({"row": {"cell": name, **row}}), flush=True)
+        except Exception as exception:
+            traceback.print_exc()
+            text = f"{type(exception).__name__}: {' '.join(str(exception).split())}"[:500]
+            print(json.dumps({"row": {"cell": name, "status": "failed", "exception": text}}), flush=True)
+            if "CUDA error" in text:
+                raise SystemExit(3) from None  # nothing works in this process any more
+        print(json.dumps({"done": name, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
+
+
+def bench(
+    out: Path, names: list[str], device: str, budget: float, *, first_configuration: bool = False, processes: int = 0
+) -> workers.Row:  # fmt: skip
+    """Measure the cells that `out` does not hold yet; returns and writes {rows, not_run, ...}."""
+    result = _opened(out, device, first_configuration)
+    todo = [name for name in names if name not in result["cell_seconds"]]
+    deadline = time.monotonic() + budget
+    running: list[str] = []
+    errors = out.with_name(out.stem + ".stderr")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    errors.unlink(missing_ok=True)
+    options = ["--device", device, *(["--untuned"] if result["untuned"] else [])]
+
+    def patience() -> float:
+        return min(LIMIT, deadline - time.monotonic())
+
+    def save() -> None:
+        result["not_run"] = todo
+        compare(result)
+        workers.save(out, result)
+
+    def keep(line: workers.Row) -> None:
+        if "start" in line:
+            running[:] = [line["start"]]
+            result["rows"] = [r for r in result["rows"] if r["cell"] != line["start"]]
+        elif "row" in line:
+            result["rows"].append(line["row"])
+            save()
+            print(line_of(line["row"]), flush=True)
+        else:
+            finish(line["done"], line["seconds"])
+
+    def finish(name: str, seconds: float | None) -> None:
+        running.clear()
+        todo.remove(name)
+        result["cell_seconds"][name] = seconds
+        save()
+
+    save()
+    if processes:
+        mixers = dict.fromkeys(Cell(name).mixer for name in todo)
+        jobs = [[MODULE, "--worker", json.dumps([f"{mixer}/{SHORT}"]), *options] for mixer in mixers]
+        with ThreadPoolExecutor(processes) as pool:
+            list(pool.map(lambda job: workers.follow(job, lambda _: None, errors=errors, patience=patience), jobs))
+        print(f"prepared {len(jobs)} mixers; {deadline - time.monotonic():.0f} s left", flush=True)
+    while todo and time.monotonic() < deadline:
+        before = len(todo)
+        job = [MODULE, "--worker", json.dumps(todo), *options]
+        code = workers.follow(job, keep, errors=errors, patience=patience)
+        if not todo or time.monotonic() >= deadline:
+            break
+        if running:
+            why = f"no result within {LIMIT:.0f} s" if code == "stopped" else f"worker ended with {code}"
+            text = f"{why}; {workers.tail(errors)}"
+            result["rows"].append({"cell": running[0], "status": "failed", "exception": text})
+            finish(running[0], None)
+        elif len(todo) == before:
+            raise RuntimeError(f"the worker ended with {code} before any cell; {workers.tail(errors)}")
+    save()
+    return result
+
+
+def _opened(out: Path, device: str, first_configuration: bool) -> workers.Row:
+    if out.is_file():
+        result = json.loads(out.read_text())
+        if result.get("bench") != "caps":
+            raise ValueError(f"{out}: holds something else; choose another --out")
+        return result
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    versions = {name: version_of(name) for name in ("torch", "triton", "flash-linear-attention")}
+    return {
+        "bench": "caps", "device": gpu, "versions": versions, "commit": commit(), "untuned": first_configuration,
+        "rows": [], "not_run": [], "cell_seconds": {},
+    }  # fmt: skip
+
+
+def compare(result: workers.Row) -> None:
+    """Fill in each time's ratio to the uncapped kernel's in its cell, and to FlexAttention's window if it has one."""
+    good = [row for row in result["rows"] if row["status"] == "ok" and row["kind"] == "time"]
+    times = {(row["cell"], row["path"]): row["ms"] for row in good}
+    for row in good:
+        for name, path in (("ratio", "uncapped"), ("vs_flex", "FlexAttention window")):
+            base = times.get((row["cell"], path))
+            row[name] = row["ms"] / base if base else None
+
+
+def line_of(row: workers.Row) -> str:
+    """One record for the terminal."""
+    head = f"{row['cell']:24s} {row.get('path', row.get('kind', '')):22s}"
+    if row["status"] != "ok":
+        return f"{head} {row['status'].upper()} {row['exception'][:120]}"
+    if row["kind"] == "check":
+        return f"{head} error {row['error']:.1e} (uncapped {row['uncapped_error']:.1e}), {row['leaks']} rows leak"
+    ratio = f", {row['ratio']:.2f}x" if row.get("ratio") else ""
+    return f"{head} {row['ms']:9.3f} ms{ratio}"
+
+
+def main(args: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/bench/caps.json"))
+    parser.add_argument("--budget", type=float, default=400, help="seconds; what is not begun then is not run")
+    parser.add_argument("--cells", nargs="+", help=f"of {', '.join(caps_cells.PLAN[:4])}, ...; all without it")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: shows that the bench works")
+    parser.add_argument("--prepare", type=int, default=0, help="processes that compile beforehand, a mixer each")
+    parser.add_argument("--untuned", action="store_true", help="each kernel's first configuration: quick, not the best")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    o = parser.parse_args(args)
+    if o.worker:
+        if o.untuned and o.device == "cuda":
+            untuned()
+        with use_kernels("fused" if o.device == "cuda" else "torch"):
+            work(json.loads(o.worker), torch.device(o.device))
+        return
+    try:
+        need_device(o.device)
+        cells, more = o.cells or caps_cells.PLAN, {"first_configuration": o.untuned, "processes": o.prepare}
+        result = bench(o.out, cells, o.device, o.budget, **more)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    print(tables.markdown(result))
+    print(o.out)
+
+
+if __name__ == "__main__":
+    main()
