@@ -25,6 +25,7 @@ from .config import RunConfig
 from .corpus import corpus, data_hash
 from .distributed import Team, load_optimizer, team, whole_gradients
 from .loss import token_loss
+from .tuning import side_by_side
 
 STATE, LOG = "resume.pt", "loss.jsonl"
 
@@ -42,6 +43,8 @@ def train(config: RunConfig, out: str | Path, *, progress: bool = True) -> Path:
     folder = Path(out)
     t = config.train
     workers = team(t, _device(t.device))
+    if workers.device.type == "cuda":
+        side_by_side()
     if t.threads is not None:
         torch.set_num_threads(t.threads)
     source = corpus(config.data)

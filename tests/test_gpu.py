@@ -8,7 +8,7 @@ import torch
 
 import hybridscope as hs
 from hybridscope.experiments.bench import kernel_parity, stats_cells
-from hybridscope.experiments.bench.tuning import untuned
+from hybridscope.experiments.tuning import untuned
 from hybridscope.experiments.config import load_config
 from hybridscope.experiments.sources import documents_for, needles_for
 from hybridscope.experiments.train import train

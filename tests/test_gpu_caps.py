@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hybridscope import HybridLM, use_kernels
 from hybridscope.experiments.bench import kernel_parity
-from hybridscope.experiments.bench.tuning import untuned
+from hybridscope.experiments.tuning import untuned
 from hybridscope.hooks.kernels import attention
 from hybridscope.hooks.kernels import fused as kernels
 from hybridscope.hooks.kernels.recurrence import recurrence

@@ -3,8 +3,7 @@
     python -m hybridscope.experiments.bench.caps --out caps.json --budget 400
 
 Cells (caps_cells.py) run in a worker process, the most wanted first, and are saved one by one; run again with the same
---out to go on. fla tunes its kernels when they first run, for minutes: `--prepare N` compiles for all mixers side by
-side before, on short sequences; `--untuned` takes each kernel's first configuration instead.
+--out to go on. fla's kernels are tuned when they first run; `--untuned` takes each one's first configuration instead.
 """
 
 from __future__ import annotations
@@ -13,23 +12,20 @@ import argparse
 import json
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from ...hooks.kernels.dispatch import use_kernels
 from ..train import commit
+from ..tuning import side_by_side, untuned
 from . import caps_cells, tables, workers
 from .caps_cells import Cell
 from .train import need_device, version_of
-from .tuning import untuned
 
 MODULE = "hybridscope.experiments.bench.caps"
 LIMIT = 240.0
 """Seconds that a worker may be silent: tuning one op."""
-SHORT = "4096/512"
-"""What --prepare runs of every mixer; tuned configurations do not depend on lengths."""
 
 
 def work(names: list[str], device: torch.device) -> None:
@@ -49,9 +45,7 @@ def work(names: list[str], device: torch.device) -> None:
         print(json.dumps({"done": name, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
 
 
-def bench(
-    out: Path, names: list[str], device: str, budget: float, *, first_configuration: bool = False, processes: int = 0
-) -> workers.Row:  # fmt: skip
+def bench(out: Path, names: list[str], device: str, budget: float, *, first_configuration: bool = False) -> workers.Row:
     """Measure the cells that `out` does not hold yet; returns and writes {rows, not_run, ...}."""
     result = _opened(out, device, first_configuration)
     todo = [name for name in names if name not in result["cell_seconds"]]
@@ -88,12 +82,6 @@ def bench(
         save()
 
     save()
-    if processes:
-        mixers = dict.fromkeys(Cell(name).mixer for name in todo)
-        jobs = [[MODULE, "--worker", json.dumps([f"{mixer}/{SHORT}"]), *options] for mixer in mixers]
-        with ThreadPoolExecutor(processes) as pool:
-            list(pool.map(lambda job: workers.follow(job, lambda _: None, errors=errors, patience=patience), jobs))
-        print(f"prepared {len(jobs)} mixers; {deadline - time.monotonic():.0f} s left", flush=True)
     while todo and time.monotonic() < deadline:
         before = len(todo)
         job = [MODULE, "--worker", json.dumps(todo), *options]
@@ -152,20 +140,18 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--budget", type=float, default=400, help="seconds; what is not begun then is not run")
     parser.add_argument("--cells", nargs="+", help=f"of {', '.join(caps_cells.PLAN[:4])}, ...; all without it")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: shows that the bench works")
-    parser.add_argument("--prepare", type=int, default=0, help="processes that compile beforehand, a mixer each")
     parser.add_argument("--untuned", action="store_true", help="each kernel's first configuration: quick, not the best")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     o = parser.parse_args(args)
     if o.worker:
-        if o.untuned and o.device == "cuda":
-            untuned()
+        if o.device == "cuda":
+            (untuned if o.untuned else side_by_side)()
         with use_kernels("fused" if o.device == "cuda" else "torch"):
             work(json.loads(o.worker), torch.device(o.device))
         return
     try:
         need_device(o.device)
-        cells, more = o.cells or caps_cells.PLAN, {"first_configuration": o.untuned, "processes": o.prepare}
-        result = bench(o.out, cells, o.device, o.budget, **more)
+        result = bench(o.out, o.cells or caps_cells.PLAN, o.device, o.budget, first_configuration=o.untuned)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     print(tables.markdown(result))

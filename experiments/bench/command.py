@@ -24,7 +24,6 @@ def bench(
     lengths: Names = (),
     patterns: Names = (),
     budget: float = 540.0,
-    prepare: int = 0,
     gpus: int = 1,
     device: Literal["cuda", "cpu"] = "cuda",
 ) -> None:
@@ -40,7 +39,6 @@ def bench(
         lengths: train: tokens of a sequence.
         patterns: train: full, gdn (1:1 with full), gdn@3:1, gdn@pure, swa:512, ..., or peers such as fla-gdn.
         budget: Seconds; what is not begun then is listed as not run.
-        prepare: caps: processes that compile fla's kernels beforehand, all side by side (minutes, once).
         gpus: train: GPUs that share the cells.
         device: train, caps: cpu shows that the bench works, its numbers mean nothing.
     """
@@ -57,7 +55,7 @@ def bench(
         cells = train.plan(split(sizes), [number("lengths", n) for n in split(lengths)], split(patterns))
         train.report(train.bench(file, train.Options(cells, device, budget, gpus=gpus)), file)
     elif what == "caps":
-        caps.main(["--out", str(file), "--budget", str(budget), "--prepare", str(prepare), "--device", device])
+        caps.main(["--out", str(file), "--budget", str(budget), "--device", device])
     else:
         check = {"parity": parity_train, "kernels": kernel_parity, "stats": stats}[what]
         check.main(["--out", str(file), "--budget", str(budget)])

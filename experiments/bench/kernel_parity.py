@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...hooks.kernels import fused as kernels
 from ...hooks.kernels.recurrence import recurrence
-from .tuning import untuned
+from ..tuning import untuned
 
 MODULE = "hybridscope.experiments.bench.kernel_parity"
 LENGTHS = (64, 1, 63, 65, 1000, 4096)

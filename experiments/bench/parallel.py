@@ -21,9 +21,9 @@ import torch
 
 from ...hooks.checkpoint import Checkpoint
 from ..train import commit
+from ..tuning import untuned
 from . import workers
 from .train import need_device, version_of
-from .tuning import untuned
 
 MODULE = "hybridscope.experiments.bench.parallel"
 SETTINGS = [

@@ -28,8 +28,8 @@ from ...hooks.config import HybridConfig
 from ...hooks.kernels import dispatch
 from ...hooks.kernels import fused as kernels
 from ...hooks.model import HybridLM
+from ..tuning import untuned
 from . import workers
-from .tuning import untuned
 
 MODULE = "hybridscope.experiments.bench.parity_train"
 STEPS, BATCH, LENGTH, VOCABULARY = 50, 16, 256, 64

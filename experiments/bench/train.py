@@ -29,10 +29,10 @@ from pathlib import Path
 import torch
 
 from ...hooks.kernels import dispatch
+from ..tuning import side_by_side
 from . import flops, peers, tables, workers
 from .cells import SIZES, Cell, plan
 from .step import matmul_peak, measure
-from .tuning import side_by_side
 
 MODULE = "hybridscope.experiments.bench.train"
 

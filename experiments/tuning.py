@@ -6,7 +6,9 @@ Tuning compiles each configuration of each kernel, one after the other: minutes 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import importlib.util
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -31,15 +33,22 @@ def untuned() -> None:
     tuner.__init__ = first
 
 
-def side_by_side(threads: int | None = None) -> None:
-    """Make Triton's autotuners compile all configurations at once, on `threads` (one a core), before they time them
-    one by one. What fails to compile fails again, as usual, when its turn comes."""
-    import triton
+@functools.cache
+def side_by_side() -> None:
+    """Make Triton's autotuners compile all configurations at once, a core each, before they time them one by one.
 
+    What fails to compile fails again, as usual, when its turn comes. Does nothing without Triton, or with one that
+    cannot compile in threads.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return
+    triton: Any = importlib.import_module("triton")
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None:
+        return
     tuner: Any = importlib.import_module(TUNER).Autotuner
-    mode: Any = triton.AsyncCompileMode  # type: ignore[attr-defined]
     prune, bench = tuner.prune_configs, tuner._bench
-    pool = ThreadPoolExecutor(threads or os.cpu_count())
+    pool = ThreadPoolExecutor(os.cpu_count())
 
     def kept(self: Any, kwargs: dict[str, Any]) -> list[Any]:
         self.waiting = prune(self, kwargs)
