@@ -29,13 +29,15 @@ OWN = "hybridscope"  # the "format" entry by which config.json says it is ours
 def load(source: Any, **options: Any) -> Instrumented:
     """An instrumented model, ready to measure, whatever `source` is.
 
-    `source`: a hybridscope checkpoint folder; a transformers checkpoint folder or hub id; a transformers model
-    object; a HybridLM (returned as it is); or "smollm2", the packaged real model. Options go to the source's adapter
-    (`revision`, `dtype`, `device_map`, `trust_remote_code` for transformers; `dtype`, `device` for our own). `dtype`
-    defaults to what is stored.
+    `source`: a hybridscope checkpoint folder; a transformers or fla checkpoint folder or hub id; a step of a flame run
+    (a DCP folder); a transformers or fla model object; a HybridLM (returned as it is); a Checkpoint of a ladder; or
+    "smollm2", the packaged real model. Options go to the source's adapter (`revision` for hub ids; `dtype`,
+    `device_map`, `trust_remote_code` for transformers; `dtype`, `device` for our own and fla's; `config` too for DCP).
+    `dtype` defaults to what is stored. Weights of fla are copied into a HybridLM.
 
-    Raises FileNotFoundError where there is no checkpoint, ValueError for an unknown option, a truncated file, weights
-    that do not fit the config, or NaN weights, each naming the thing.
+    Raises FileNotFoundError where there is no checkpoint, OSError where the hub does not give it, ValueError for an
+    unknown option or revision, a truncated file, weights that do not fit the config, or NaN weights, each naming the
+    thing.
     """
     from .instrumented import Instrumented
 
@@ -43,22 +45,67 @@ def load(source: Any, **options: Any) -> Instrumented:
         _no_options(options, "an instrumented model", ())
         return source
     if isinstance(source, Checkpoint):
-        source = source.path
-    if isinstance(source, str | os.PathLike):
-        if str(source) == "smollm2":
-            from .adapters import smollm2
+        return source.load(**options)
+    if not isinstance(source, str | os.PathLike):
+        return _load_object(source, options)
+    if str(source) == "smollm2":
+        from .adapters import smollm2
 
-            return smollm2.load(**options)
-        folder = Path(source).expanduser()
-        if _is_own(folder):
-            return _load_own(folder, **options)
-        if not folder.exists() and (folder.is_absolute() or str(source).startswith((".", "runs/"))):
-            raise FileNotFoundError(f"{folder}: no such checkpoint")
-        if not (folder / CONFIG).exists() and (steps := sorted(folder.glob("step-*"))):
-            raise ValueError(f"{folder} is a ladder; open it with hs.ladder, or one of its steps, e.g. {steps[-1]}")
+        return smollm2.load(**options)
+    folder = Path(source).expanduser()
+    if folder.exists():
+        if options.get("revision") is not None:
+            raise ValueError(f"revision={options['revision']!r}: {folder} is a local folder, which has no revisions")
+    elif not may_be_hub_id(source):
+        raise FileNotFoundError(f"{folder}: no such checkpoint")
+    else:
+        from .adapters import hub
+
+        folder = hub.snapshot(str(source), options.pop("revision", None))
+    return load_folder(folder, options)
+
+
+def may_be_hub_id(source: str | os.PathLike[str]) -> bool:
+    """Whether something that is no folder here may be a name on the hub: no Path object, not written as a path."""
+    return isinstance(source, str) and not source.startswith((".", "~", "/", "runs/")) and source.count("/") <= 1
+
+
+def load_folder(folder: Path, options: dict[str, Any]) -> Instrumented:
+    """`load` for a folder (or GGUF file) on this machine, by what its config.json says."""
+    content = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if content.get("format") == OWN:
+        return _load_own(folder, **options)
+    if (folder / ".metadata").is_file():
+        from .adapters import flame
+
+        return flame.load(folder, **options)
+    from .adapters.fla_config import is_fla
+
+    if is_fla(content):
+        from .adapters import fla
+
+        return fla.load(folder, **_only(options, "a checkpoint of fla", ("dtype", "device")))
+    if not content and (steps := sorted(folder.glob("step-*"))):
+        raise ValueError(f"{folder} is a ladder; open it with hs.ladder, or one of its steps, e.g. {steps[-1]}")
     from .adapters import transformers
 
-    return transformers.load(source, **options)
+    return transformers.load(folder, **options)
+
+
+def _load_object(model: Any, options: dict[str, Any]) -> Instrumented:
+    """A model object of transformers; one of fla is copied."""
+    from .adapters import transformers
+    from .adapters.fla_config import is_fla
+
+    config: Any = getattr(model, "config", None)
+    content = config.to_dict() if hasattr(config, "to_dict") else {}
+    if is_fla(content):
+        from .adapters import fla
+
+        weights = model.state_dict()
+        chosen = _only(options, "a model of fla", ("dtype", "device"))
+        return fla.build(content, weights, weights.__getitem__, type(model).__name__, **chosen)
+    return transformers.load(model, **options)
 
 
 def _is_own(folder: Path) -> bool:
@@ -69,7 +116,6 @@ def _is_own(folder: Path) -> bool:
 
 
 def _load_own(folder: Path, *, dtype: Any = None, device: Any = None, **unknown: Any) -> HybridLM:
-    import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -100,11 +146,27 @@ def _load_own(folder: Path, *, dtype: Any = None, device: Any = None, **unknown:
 
         model.tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER))
     if dtype is not None:
-        wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if not isinstance(wanted, torch.dtype):
-            raise ValueError(f"dtype={dtype!r}: expected a torch dtype or its name, e.g. bfloat16")
-        model = model.to(wanted)
+        model = model.to(read_dtype(dtype))
     return model.to(device).eval() if device is not None else model.eval()
+
+
+def read_dtype(dtype: Any) -> Any:
+    """A torch dtype from itself or its name; ValueError for anything else."""
+    import torch
+
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(wanted, torch.dtype):
+        raise ValueError(f"dtype={dtype!r}: expected a torch dtype or its name, e.g. bfloat16")
+    return wanted
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer that lies in a foreign checkpoint's folder as tokenizer.json, with its special tokens; or None."""
+    if not (folder / TOKENIZER).is_file():
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def check_weights(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: str) -> None:
@@ -219,6 +281,12 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
+def _only(options: dict[str, Any], what: str, known: tuple[str, ...]) -> dict[str, Any]:
+    """`options`; ValueError for one that is not known."""
+    _no_options({name: value for name, value in options.items() if name not in known}, what, known)
+    return options
+
+
 def _no_options(options: Mapping[str, Any], what: str, known: tuple[str, ...]) -> None:
     if options:
         takes = f"it takes: {', '.join(known)}" if known else "it takes none"
@@ -226,22 +294,42 @@ def _no_options(options: Mapping[str, Any], what: str, known: tuple[str, ...]) -
 
 
 class Checkpoint:
-    """One saved step of a ladder: `path`, `step`, and its weights, read as little as needed."""
+    """One saved step of a ladder: `path`, `step`, `tokens` trained on where it says so, and its weights, read as
+    little as needed."""
 
-    def __init__(self, path: str | Path, step: int) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | Path, step: int, tokens: int | None = None) -> None:
+        self._path = Path(path)
         self.step = step
+        self.tokens = tokens
         self._names: dict[str, Path] | None = None
 
     def __repr__(self) -> str:
         return f"Checkpoint(step={self.step}, path={str(self.path)!r})"
+
+    @property
+    def path(self) -> Path:
+        """Its folder."""
+        return self._path
+
+    def config(self) -> dict[str, Any]:
+        """The content of its config.json; FileNotFoundError where there is none."""
+        if not (self.path / CONFIG).is_file():
+            raise FileNotFoundError(f"{self.path}: no config.json")
+        return read_json(self.path / CONFIG)
 
     def load(self, **options: Any) -> Instrumented:
         """The instrumented model; see `load`."""
         return load(self.path, **options)
 
     def files(self) -> list[Path]:
-        """The safetensors files; FileNotFoundError where there are none."""
+        """The safetensors files; FileNotFoundError where there are none, or one that the index lists is not there."""
+        index = self.path / (WEIGHTS + ".index.json")
+        if index.is_file():
+            files = [self.path / name for name in sorted(set((read_json(index).get("weight_map") or {}).values()))]
+            for file in files:
+                if not file.is_file():
+                    raise FileNotFoundError(f"{file}: missing; {index.name} lists it")
+            return files
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{self.path}: no safetensors file")
@@ -262,6 +350,17 @@ class Checkpoint:
                 raise ValueError(f"{file}: truncated or not a safetensors file ({error})") from None
         self._names = names
         return names
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Tensor name to shape, from the files' headers."""
+        from safetensors import safe_open
+
+        shapes: dict[str, tuple[int, ...]] = {}
+        names = self.names()
+        for file in set(names.values()):
+            with safe_open(file, framework="pt") as f:
+                shapes.update({name: tuple(f.get_slice(name).get_shape()) for name in f.keys()})  # noqa: SIM118
+        return {name: shapes[name] for name in names}
 
     def tensor(self, name: str, rows: slice = slice(None)) -> Tensor:
         """One tensor, or only some of its leading rows, without reading the rest."""

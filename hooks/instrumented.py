@@ -25,6 +25,7 @@ class Instrumented:
     tokenizer: Any
     recorders: tuple[Record, ...] = ()
     shifts: int = 0  # MLPs that look one token back
+    chained: frozenset[int] = frozenset()  # layers whose sites run one after the other, not side by side
 
     def cap(
         self, layers: Mapping[Any, int | None] | None = None, *, sinks: int = 0, **kinds: int | None
@@ -91,18 +92,20 @@ class Instrumented:
     def reach(self) -> int | None:
         """How many tokens back the whole stack can see under the present caps; None: unbounded.
 
-        m layers of reach w in a row see m (w - 1) + 1 tokens; each RWKV channel mix one more.
+        m layers of reach w in a row see m (w - 1) + 1 tokens; each RWKV channel mix one more. Sites side by side in
+        one layer count once, the farthest-reaching one.
         """
-        by_layer: dict[int, list[int | None]] = {}
-        for site in self.sites:
-            by_layer.setdefault(site.layer, []).append(site.reach)
-        total = 1 + self.shifts
-        for reaches in by_layer.values():
-            bounded = [r for r in reaches if r is not None]
-            if len(bounded) < len(reaches):
-                return None
-            total += max(bounded) - 1
-        return total
+        reaches = [self.reach_of(layer) for layer in sorted({site.layer for site in self.sites})]
+        bounded = [reach for reach in reaches if reach is not None]
+        return None if len(bounded) < len(reaches) else 1 + self.shifts + sum(reach - 1 for reach in bounded)
+
+    def reach_of(self, layer: int) -> int | None:
+        """How many tokens back the sites of one layer can see, by themselves; None: unbounded."""
+        reaches = [site.reach for site in self.sites if site.layer == layer]
+        steps = [reach - 1 for reach in reaches if reach is not None]
+        if len(steps) < len(reaches):
+            return None
+        return 1 + (sum(steps) if layer in self.chained else max(steps, default=0))
 
     def loss(self, tokens: Tensor, per_token: bool = False, attention_mask: Tensor | None = None) -> Tensor:
         """Next-token cross entropy in nats: the mean, or per token [B,T-1].
@@ -172,6 +175,11 @@ class Instrumented:
             if eos_token_id is not None and bool(done.all()):
                 break
         return out
+
+    @property
+    def depth(self) -> int:
+        """How many layers the model has."""
+        return 1 + max((site.layer for site in self.sites), default=-1)
 
     def check_length(self, length: int) -> None:
         """ValueError when `length` tokens exceed the model's context."""

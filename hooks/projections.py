@@ -1,42 +1,96 @@
-"""Where the query and key projections of a checkpoint lie, per softmax site, read from its config.json alone.
+"""Where the query and key maps of a checkpoint lie, per softmax site, read read off its config and its files' headers.
 
-Whoever compares weights over a ladder (Q/K drift) needs tensor names, head rows and what folds into the
-attention score; no model is built and no weight is read here.
+Whoever compares weights over a ladder (Q/K drift) needs tensor names, head rows and what folds into the attention
+score; no model is built and no weight is read here. For transformers checkpoints names and shapes say most of it: which
+rows are a head's, gates inside q_proj, norms on heads or on all of them, low-rank (MLA) maps. What they cannot say, a
+line in FAMILIES does. Of a family without one the maps are found, but not what folds into the score (`form`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import CONFIG, OWN, read_json
+from .adapters.fla_config import is_fla, read_config
+from .checkpoint import CONFIG, OWN, Checkpoint, read_json
 from .config import KINDS, HybridConfig, parse_mixer
 
-# transformers families laid out as Llama is: RMS norm with a plain weight before separate q_proj and k_proj,
-# heads in consecutive rows, RoPE over whole heads on pairs (d, d + K/2). True: RMS norm with a weight [K] on
-# every query and key head.
-LLAMA_LIKE = {
-    "granite": False,
-    "llama": False,
-    "mistral": False,
-    "mixtral": False,
-    "qwen2": False,
-    "qwen3": True,
-    "qwen3_moe": True,
-    "smollm3": False,
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What names and shapes do not say of a family: which of its layers turn q and k (`rope`: all, none, window, listed
+    in no_rope_layers, or as the config's position_embedding_type says), how rotary dimensions pair up (`halves`,
+    `neighbours`, `spread` over the whole head), whether norm weights are stored as w of 1 + w (`unit`) and norms take
+    the mean off (`centred`), whether q and k are normed without a weight (`normed`), and whether the score is a form in
+    the weights at all (not with norms behind RoPE, or convolutions)."""
+
+    rope: str = "all"
+    pairs: str = "halves"
+    unit: bool = False
+    centred: bool = False
+    normed: bool = False
+    form: bool = True
+
+
+PLAIN, UNIT, NOPE = Rules(), Rules(unit=True), Rules(rope="none")
+FAMILIES: dict[str, Rules] = {
+    **dict.fromkeys(["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "mistral", "ministral", "ministral3"], PLAIN),
+    **dict.fromkeys(["granite", "granite_swa", "gpt_oss", "minimax", "falcon_h1", "bamba", "lfm2", "olmo3"], PLAIN),
+    **dict.fromkeys(["olmo_hybrid", "mimo_v2_flash", "minicpm3", "phi3"], PLAIN),
+    **dict.fromkeys(["gemma2", "gemma3_text", "recurrent_gemma"], UNIT),
+    **dict.fromkeys(["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"], UNIT),
+    **dict.fromkeys(["jamba", "nemotron_h", "kimi_linear"], NOPE),
+    "zamba2": Rules(rope="config"),
+    "granitemoehybrid": Rules(rope="config"),
+    "smollm3": Rules(rope="listed"),
+    "exaone4": Rules(rope="window"),
+    "lara_mini": Rules(rope="window"),
+    "cohere2": Rules(rope="window", pairs="neighbours", centred=True),
+    "llama4_text": Rules(rope="listed", pairs="neighbours", normed=True),
+    "gpt_neox": Rules(centred=True),
+    "bailing_hybrid": Rules(pairs="neighbours"),
+    "gemma4_text": Rules(pairs="spread"),
+    "hunyuan_v1_dense": Rules(form=False),
+    "zaya": Rules(form=False),
 }
+QUERIES = ("q_proj", "q_b_proj", "qkv_proj", "query_key_value")  # module names, any of which gives attention away
+INPUT_NORMS = ("input_layernorm", "temporal_pre_norm", "operator_norm", "norm")
+STATES = (
+    "A_log",
+    "slope_rate",
+    "conv1d",
+    "dt_bias",
+    "q_conv1d",
+)  # of mixers that have q_proj and k_proj and no softmax
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """The first factor of a low-rank map: rows 0..rank-1 of `name` [>= rank, D], and the weight of the norm between."""
+
+    name: str
+    rank: int
+    norm: str
 
 
 @dataclasses.dataclass(frozen=True)
 class QKProjection:
-    """The query and key projections of one softmax site: names of tensors in the checkpoint, their layout.
+    """The query and key maps of one softmax site: names of tensors in the checkpoint, their layout.
 
-    `q` [H K, D] and `k` [G K, D] hold head h in consecutive rows. `gain` [D]: weight of the norm whose output
-    they read. `q_norm`, `k_norm` [K]: RMS norm weights on every head; `q_bias` [H K], `k_bias` [G K]: biases;
-    None where there is none. `rotary`: how many leading dimensions of a head RoPE turns, in pairs
-    (d, d + rotary/2); 0 without RoPE.
+    Head h of `q` is `head_dim` rows from `q_start` + h `q_stride` on, of `k` likewise (stride 0: `head_dim`); both may
+    be one tensor. `gain`, `gain_bias` [D]: weight and bias of the norm whose output they read. `q_norm`, `k_norm` [K],
+    or [heads K] where the norm is `over_all` heads; `normed` also for norms without a weight. `q_bias`, `k_bias`:
+    biases. None where there is none. `unit`: norm weights are 1 + what is stored; `centred`: the input norm takes the
+    mean off.
+
+    `rotary`: how many dimensions of a head RoPE turns, pairs (first + i step, ... + apart); 0 without RoPE.
+
+    MLA: `q` and `k` read latents (`q_latent`, `k_latent`), heads of `k` have `head_dim - k_shared_rows` rows of their
+    own and end in rows that all heads share, from row `k_shared_start` of `k_latent.name`. The map of a head is then
+    the product, norm weight included: `effective`. `form` False: no score form is known.
     """
 
     layer: int
@@ -49,38 +103,62 @@ class QKProjection:
     rotary: int
     q: str
     k: str
-    gain: str
+    gain: str | None
+    gain_bias: str | None = None
     q_norm: str | None = None
     k_norm: str | None = None
     q_bias: str | None = None
     k_bias: str | None = None
+    q_start: int = 0
+    k_start: int = 0
+    q_stride: int = 0
+    k_stride: int = 0
+    over_all: bool = False
+    normed: bool = False
+    unit: bool = False
+    centred: bool = False
+    first: int = 0
+    step: int = 1
+    apart: int | None = None
+    q_latent: Latent | None = None
+    k_latent: Latent | None = None
+    k_shared_rows: int = 0
+    k_shared_start: int = 0
+    form: bool = True
+
+    @property
+    def effective(self) -> bool:
+        """Whether the maps are products of stored tensors."""
+        return self.q_latent is not None or self.k_latent is not None
 
     def kv_head(self, head: int) -> int:
         """The key/value head that query head `head` reads."""
         return head // (self.heads // self.kv_heads)
 
-    def rows(self, first: int, last: int | None = None) -> slice:
-        """Rows of `q` (of `k` for key/value heads) that hold heads first..last, `last` included."""
-        last = first if last is None else last
-        return slice(first * self.head_dim, (last + 1) * self.head_dim)
+    def pairs(self) -> tuple[list[int], list[int]]:
+        """The dimensions that RoPE turns, and their partners."""
+        half = self.rotary // 2
+        a = [self.first + i * self.step for i in range(half)]
+        apart = half if self.apart is None else self.apart
+        return a, [d + apart for d in a]
 
 
-def qk_projections(folder: str | os.PathLike[str]) -> list[QKProjection]:
-    """The softmax sites of a checkpoint folder, ours or transformers' of a Llama-like family, in layer order.
+def qk_projections(folder: str | os.PathLike[str] | Checkpoint) -> list[QKProjection]:
+    """The softmax sites of a checkpoint or its folder, ours, fla's or transformers', in layer order.
 
-    Raises ValueError for a family whose layout is not known here, FileNotFoundError without a config.json.
+    Raises ValueError where no q and k are found, FileNotFoundError without a config.json or weights.
     """
-    file = Path(folder) / CONFIG
+    if isinstance(folder, Checkpoint) and is_fla(config := folder.config()):
+        return _fla(config, repr(folder))  # its config may lie elsewhere
+    file = (folder.path if isinstance(folder, Checkpoint) else Path(folder)) / CONFIG
     if not file.is_file():
         raise FileNotFoundError(f"{file}: missing")
     config = read_json(file)
     if config.get("format") == OWN:
         return _own(HybridConfig.from_dict(config["model"]))
-    family = config.get("model_type")
-    if family not in LLAMA_LIKE:
-        known = ", ".join(["hybridscope", *LLAMA_LIKE])
-        raise ValueError(f"{file}: where q and k lie in model_type={family!r} is not known here; known: {known}")
-    return _llama_like(str(family), config)
+    if is_fla(config):
+        return _fla(config, str(file))
+    return _foreign(file, config)
 
 
 def _own(config: HybridConfig) -> list[QKProjection]:
@@ -97,36 +175,150 @@ def _own(config: HybridConfig) -> list[QKProjection]:
                 rotary=0 if mixer == "nope" else config.head_dim,
                 q=f"{slot.name}.q_proj.weight", k=f"{slot.name}.k_proj.weight", gain=f"blocks.{slot.layer}.ln1.weight",
                 q_norm=f"{slot.name}.q_norm.weight" if config.qk_norm else None,
-                k_norm=f"{slot.name}.k_norm.weight" if config.qk_norm else None,
+                k_norm=f"{slot.name}.k_norm.weight" if config.qk_norm else None, normed=config.qk_norm,
             )
         )  # fmt: skip
     return found
 
 
-def _llama_like(family: str, raw: dict[str, Any]) -> list[QKProjection]:
+def _fla(config: dict[str, Any], where: str) -> list[QKProjection]:
+    """fla's attention has our layout under other names."""
+
+    def renamed(site: QKProjection) -> QKProjection:
+        layer = f"model.layers.{site.layer}."
+        names = {n: v.replace(f"blocks.{site.layer}.", layer) for n, v in vars(site).items() if isinstance(v, str)}
+        return dataclasses.replace(site, **{**names, "kind": site.kind, "gain": f"{layer}attn_norm.weight"})
+
+    return [renamed(site) for site in _own(read_config(config, where))]
+
+
+# transformers
+
+
+def _foreign(file: Path, raw: dict[str, Any]) -> list[QKProjection]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[family].from_dict(raw)  # fills in the family's defaults
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    window = "window" if getattr(config, "sliding_window", None) else "full"
-    default_type = "sliding_attention" if window == "window" else "full_attention"
-    types = getattr(config, "layer_types", None) or [default_type] * config.num_hidden_layers
-    turned = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers  # 1 means with RoPE
-    biased = family == "qwen2" or getattr(config, "attention_bias", False)
+    family = raw.get("model_type")
+    if family not in CONFIG_MAPPING:
+        raise ValueError(f"{file}: model_type {family!r} is unknown to this version of transformers")
+    config = CONFIG_MAPPING[str(family)].from_pretrained(file.parent)  # fills in the family's defaults
+    config = config.get_text_config(decoder=True)
+    rules = FAMILIES.get(config.model_type, Rules(form=False))
+    shapes = Checkpoint(file.parent, 0).shapes()
     found = []
-    for layer, kind in enumerate(types):
-        attn = f"model.layers.{layer}.self_attn"
-        found.append(
-            QKProjection(
-                layer=layer, site=0, kind="window" if kind == "sliding_attention" else "full",
-                heads=config.num_attention_heads, kv_heads=config.num_key_value_heads, head_dim=head_dim,
-                width=config.hidden_size, rotary=head_dim if turned[layer] else 0,
-                q=f"{attn}.q_proj.weight", k=f"{attn}.k_proj.weight",
-                gain=f"model.layers.{layer}.input_layernorm.weight",
-                q_norm=f"{attn}.q_norm.weight" if LLAMA_LIKE[family] else None,
-                k_norm=f"{attn}.k_norm.weight" if LLAMA_LIKE[family] else None,
-                q_bias=f"{attn}.q_proj.bias" if biased else None,
-                k_bias=f"{attn}.k_proj.bias" if biased else None,
-            )
-        )  # fmt: skip
-    return found
+    for name in shapes:
+        place = re.match(rf"(.*\blayers\.(\d+)\..*?)({'|'.join(QUERIES)})\.weight$", name)
+        if place and not re.search("vision|visual|audio|mtp", name):
+            site = _module(config, rules, int(place[2]), place[1], shapes)
+            found += [] if site is None else [site]
+    if not found:
+        raise ValueError(f"{file}: finds no query and key projections of model_type={family!r}")
+    return sorted(found, key=lambda site: site.layer)
+
+
+def _module(
+    config: Any, rules: Rules, layer: int, prefix: str, shapes: dict[str, tuple[int, ...]]
+) -> QKProjection | None:
+    """The attention module whose tensors start with `prefix`; None where it is a recurrent mixer, or has no keys of its
+    own."""
+
+    def at(*names: str, base: str = prefix) -> str | None:
+        return next((base + name for name in names if base + name in shapes), None)
+
+    if any(name.startswith(prefix + state) for state in STATES for name in shapes):
+        return None
+    each_layer = getattr(config, "per_layer_config", None)
+    config = each_layer[layer] if each_layer else config
+    kind = _kind(config, layer)
+    heads, kv_heads, head_dim = _heads(config, kind)
+    q_norm, k_norm = at(*_norms("q", "query")), at(*_norms("k", "key"))
+    above = prefix.removesuffix(".").rpartition(".")[0] + "."
+    above = above if at(*_weights(INPUT_NORMS), base=above) else above.removesuffix(".").rpartition(".")[0] + "."
+    known: dict[str, Any] = {
+        "layer": layer, "site": 0, "kind": kind, "q_norm": q_norm, "k_norm": k_norm, "unit": rules.unit,
+        "gain": at(*_weights(INPUT_NORMS), base=above), "centred": rules.centred, "form": rules.form,
+        "gain_bias": at(*[f"{norm}.bias" for norm in INPUT_NORMS], base=above),
+    }  # fmt: skip
+    if (fused := at("qkv_proj.weight", "query_key_value.weight")) is not None:
+        each = fused.endswith("query_key_value.weight")  # [q k v] head by head, or all q, all k, all v
+        known |= {"q": fused, "k": fused, "k_start": head_dim if each else heads * head_dim}
+        known |= {"q_stride": 3 * head_dim, "k_stride": 3 * head_dim} if each else {}
+        known["q_bias"] = known["k_bias"] = at(fused.removeprefix(prefix).replace("weight", "bias"))
+    elif (up := at("kv_b_proj.weight")) is not None:
+        head_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        q, down, norm = at("q_proj.weight", "q_b_proj.weight"), at("q_a_proj.weight"), at("q_a_layernorm.weight")
+        latent = at("kv_a_proj_with_mqa.weight", "kv_a_proj.weight")
+        assert latent is not None
+        rank = config.kv_lora_rank
+        known |= {
+            "q": q, "k": up, "k_stride": shapes[up][0] // heads, "k_shared_rows": config.qk_rope_head_dim,
+            "k_shared_start": rank, "k_latent": Latent(latent, rank, prefix + "kv_a_layernorm.weight"),
+            "q_latent": Latent(down, shapes[down][0], norm) if down and norm else None,
+        }  # fmt: skip
+        kv_heads = heads
+    else:
+        q, k = at("q_proj.weight"), at("k_proj.weight")
+        if q is None or k is None:
+            return None
+        if q_norm is not None and shapes[q_norm][0] < shapes[q][0]:
+            head_dim = shapes[q_norm][0]  # heads of another width in some layers
+        heads, kv_heads = (heads, shapes[k][0] // head_dim)
+        gated = shapes[q][0] == 2 * heads * head_dim  # per head [q, gate]
+        known |= {"q": q, "k": k, "q_stride": 2 * head_dim if gated else 0}
+        known |= {"q_bias": at("q_proj.bias"), "k_bias": at("k_proj.bias")}
+    known["over_all"] = q_norm is not None and shapes[q_norm][0] != head_dim
+    known |= _rotation(config, rules, layer, kind, head_dim, known.get("k_shared_rows", 0))
+    known["normed"] = q_norm is not None or (rules.normed and known["rotary"] > 0)
+    width = shapes[known["q_latent"].name if known.get("q_latent") else known["q"]][1]
+    return QKProjection(heads=heads, kv_heads=kv_heads, head_dim=head_dim, width=width, **known)
+
+
+def _weights(names: tuple[str, ...]) -> list[str]:
+    return [f"{name}.weight" for name in names]
+
+
+def _norms(short: str, long: str) -> list[str]:
+    return [f"{short}_norm.weight", f"{short}_layernorm.weight", f"{long}_layernorm.weight"]
+
+
+def _kind(config: Any, layer: int) -> str:
+    types = getattr(config, "layer_types", None)
+    if types:
+        return "window" if types[layer].startswith(("sliding", "chunked")) else "full"
+    windowed = getattr(config, "sliding_window", None) or getattr(config, "attention_window_size", None)
+    return "window" if windowed else "full"
+
+
+def _heads(config: Any, kind: str) -> tuple[int, int, int]:
+    """Query heads, key/value heads, head width."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "attention_head_dim", None) or getattr(config, "head_dim", None)
+    if kind == "window":
+        heads = getattr(config, "swa_num_attention_heads", None) or heads
+        kv_heads = getattr(config, "swa_num_key_value_heads", None) or kv_heads
+        head_dim = getattr(config, "swa_head_dim", None) or head_dim
+    return heads, kv_heads, head_dim or config.hidden_size // heads
+
+
+def _rotation(config: Any, rules: Rules, layer: int, kind: str, head_dim: int, shared: int) -> dict[str, Any]:
+    """`rotary`, `first`, `step` and `apart` of a QKProjection."""
+    listed = getattr(config, "no_rope_layers", None)
+    turned = {
+        "all": True,
+        "none": False,
+        "window": kind == "window",
+        "listed": bool(listed[layer]) if listed else True,  # 1 means with RoPE
+        "config": getattr(config, "position_embedding_type", None) == "rope" or getattr(config, "use_mem_rope", False),
+    }[rules.rope]
+    if not turned:
+        return {"rotary": 0}
+    if shared:
+        rotary, first = shared, head_dim - shared
+    else:
+        given = getattr(config, "rope_parameters", None) or {}
+        given = given.get((getattr(config, "layer_types", None) or {layer: ""})[layer], given)
+        rotary, first = int(head_dim * given.get("partial_rotary_factor", 1.0)), 0
+    if rules.pairs == "neighbours":
+        return {"rotary": rotary, "first": first, "step": 2, "apart": 1}
+    return {"rotary": rotary, "first": first, "apart": head_dim // 2 if rules.pairs == "spread" else None}

@@ -24,6 +24,8 @@ _HOME = {
     "use_kernels": "hooks.kernels.dispatch",
     "load": "hooks.checkpoint",
     "ladder": "hooks.ladder",
+    "to_transformer_lens": "hooks.adapters.transformer_lens",
+    "to_nnsight": "hooks.adapters.nnsight",
     "make_needles": "probes.needles",
     "needles_from_texts": "probes.needles",
     "needle_accuracy": "probes.needles",
@@ -72,6 +74,8 @@ __all__ = [
     "qk_drift",
     "ratio",
     "retrieval_heads",
+    "to_nnsight",
+    "to_transformer_lens",
     "track",
     "use_kernels",
 ]
@@ -94,6 +98,8 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from . import figures
     from .experiments.sources import language_of
+    from .hooks.adapters.nnsight import to_nnsight
+    from .hooks.adapters.transformer_lens import to_transformer_lens
     from .hooks.checkpoint import load
     from .hooks.config import HybridConfig, ratio
     from .hooks.kernels.attention_stats import AttentionStats, attention_stats

@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..hooks.checkpoint import Checkpoint
+from ..hooks.head_maps import read_maps
 from ..hooks.ladder import ladder as open_ladder
 from ..hooks.projections import QKProjection, qk_projections
 
@@ -46,11 +48,16 @@ def qk_drift(
     None: all heads of full and window sites. `reference`: "final", "first", "previous" (the step before; the
     first step's values are NaN), or a step.
 
-    Returns [step, layer, site, head, kind, q, k, q_rel, k_rel, qk_rel, bilinear_rel]. `q`, `k`: Frobenius
-    distance of the head's slices of W_Q and W_K (of its key/value head where heads are grouped); `q_rel`,
-    `k_rel`: over the norm of the reference slice; `qk_rel`: their sum, the published curve. `bilinear_rel`:
-    relative distance of the score form with norm weights and biases folded in, which no rotation inside the
-    head moves; under q/k norm each form is first scaled to unit norm. PROTOCOLS section 5; fp64 throughout.
+    Returns [step, layer, site, head, kind, maps, q, k, q_rel, k_rel, qk_rel, bilinear_rel]. `maps`: "slice" where q and
+    k are rows of stored tensors (gates in q_proj left out), "effective" where they are products of low-rank ones (MLA).
+    `q`, `k`: Frobenius distance of the head's maps W_Q and W_K (of its key/value head where heads are grouped);
+    `q_rel`, `k_rel`: over the norm of the reference; `qk_rel`: their sum, the published curve. `bilinear_rel`: relative
+    distance of the score form with norm weights and biases folded in, which no rotation inside the head moves; under
+    q/k norm each form is first scaled to unit norm (where one norm spans all heads, by the size of all their maps).
+    PROTOCOLS section 5; fp64 throughout.
+
+    Where the family's score is no such form, or nobody said what folds into it (`hooks/projections.py`), bilinear_rel
+    is NaN and a warning says so.
 
     Reads only the wanted rows from disk and holds one site of two steps at a time. Raises ValueError for a
     head that is not there, an unknown reference, a model family whose layout is not known, or a ladder whose
@@ -64,7 +71,13 @@ def qk_drift(
     checkpoints = _checkpoints(ladder)
     against = _references(checkpoints, reference)
     chosen = _choose(_sites(checkpoints), heads)
+    if not all(site.form for site, _ in chosen):
+        warnings.warn(
+            "qk_drift: bilinear_rel is NaN: what folds into this family's attention score is not known "
+            "(hooks/projections.py), or it is no form in the weights (convolutions, norms behind RoPE)", stacklevel=2,
+        )  # fmt: skip
     records: list[dict[str, Any]] = []
+    maps = {False: "slice", True: "effective"}
     with tqdm(total=len(chosen) * len(checkpoints), desc="qk_drift", unit="site", delay=2) as bar:
         for site, wanted in chosen:
             held: Checkpoint | None = None
@@ -76,8 +89,9 @@ def qk_drift(
                 nothing = {column: [float("nan")] * len(wanted) for column in COLUMNS}
                 distances = nothing if origin is None else origin.distances(weights)
                 for n, head in enumerate(wanted):
-                    row = {"step": checkpoint.step, "layer": site.layer, "site": site.site, "head": head}
-                    records.append({**row, "kind": site.kind, **{c: v[n] for c, v in distances.items()}})
+                    place = {"step": checkpoint.step, "layer": site.layer, "site": site.site, "head": head}
+                    what = {"kind": site.kind, "maps": maps[site.effective]}
+                    records.append({**place, **what, **{c: v[n] for c, v in distances.items()}})
                 bar.update()
     table = pd.DataFrame(records)
     return table.sort_values(["step", "layer", "site", "head"], kind="stable", ignore_index=True)
@@ -111,11 +125,11 @@ def _references(checkpoints: list[Checkpoint], reference: str | int) -> list[Che
 def _sites(checkpoints: list[Checkpoint]) -> list[QKProjection]:
     """The softmax sites that all checkpoints share."""
     first = checkpoints[0]
-    sites = qk_projections(first.path)
+    sites = qk_projections(first)
     if not sites:
         raise ValueError(f"{first.path}: this model has no softmax site")
     for checkpoint in checkpoints[1:]:
-        here = qk_projections(checkpoint.path)
+        here = qk_projections(checkpoint)
         for a, b in itertools.zip_longest(sites, here):
             if a == b:
                 continue
@@ -159,7 +173,7 @@ def _choose(sites: list[QKProjection], heads: Iterable[tuple[int, ...]] | None) 
 
 @dataclasses.dataclass
 class _Slice:
-    """One head's rows of one projection, fp64: `stored` [K,D], and folded (norm weights, bias) into `blocks`.
+    """One head's map of one projection, fp64: `stored` [K,D], and folded (norm weights, bias) into `blocks`.
 
     A block [n,r,D] holds n groups of rows that only meet each other in a score: frequency pairs as complex
     rows (r = 1), and in one group the dimensions that RoPE leaves alone.
@@ -171,69 +185,29 @@ class _Slice:
 
 @dataclasses.dataclass
 class _Weights:
-    """Wanted query heads of one site and step, the key/value heads they read, and which one each reads."""
+    """Wanted query heads of one site and step, the key/value heads they read, and which one each reads. `sizes`: what
+    q/k norms divide out of each, where they norm all heads together (None: where they norm each head)."""
 
     q: list[_Slice]
     k: list[_Slice]
     kv: list[int]
-    normed: bool
+    site: QKProjection
+    sizes: tuple[float, float] | None = None
 
 
 def _read(checkpoint: Checkpoint, site: QKProjection, heads: list[int]) -> _Weights:
     kv_heads = sorted({site.kv_head(h) for h in heads})
-    gain = _tensor(checkpoint, site.gain, (site.width,)).double()
-    q = _slices(checkpoint, site, heads, site.q, site.q_bias, site.q_norm, gain)
-    k = _slices(checkpoint, site, kv_heads, site.k, site.k_bias, site.k_norm, gain)
-    return _Weights(q, k, [kv_heads.index(site.kv_head(h)) for h in heads], site.q_norm is not None)
+    maps = read_maps(checkpoint, site, heads, kv_heads)
+    q, k = ([_Slice(m.stored, _blocks(m.folded, site)) for m in side] for side in (maps.q, maps.k))
+    return _Weights(q, k, [kv_heads.index(site.kv_head(h)) for h in heads], site, maps.sizes)
 
 
-def _slices(
-    checkpoint: Checkpoint, site: QKProjection, heads: list[int], name: str,
-    bias: str | None, norm: str | None, gain: Tensor,
-) -> list[_Slice]:  # fmt: skip
-    weights = _head_rows(checkpoint, site, heads, name, (site.width,))
-    biases = None if bias is None else _head_rows(checkpoint, site, heads, bias, ())
-    norm_gain = None if norm is None else _tensor(checkpoint, norm, (site.head_dim,)).double()[:, None]
-    half = site.rotary // 2
-    found = []
-    for n, weight in enumerate(weights):  # head by head: a whole site in fp64 falls out of the processor's cache
-        stored = weight.double()
-        folded = stored * gain
-        if biases is not None:  # the weight of one more input, which is always 1
-            folded = torch.cat([folded, biases[n].double()[:, None]], 1)
-        if norm_gain is not None:
-            folded = folded * norm_gain
-        blocks = []
-        if half:
-            blocks.append(torch.complex(folded[:half], folded[half : site.rotary])[:, None])
-        if site.rotary < site.head_dim:
-            blocks.append(folded[None, site.rotary :])
-        found.append(_Slice(stored, blocks))
-    return found
-
-
-def _head_rows(
-    checkpoint: Checkpoint, site: QKProjection, heads: list[int], name: str, rest: tuple[int, ...]
-) -> list[Tensor]:
-    """[K,*rest] of each head, neighbours in one read."""
-    found: list[Tensor] = []
-    for _, run in itertools.groupby(enumerate(heads), lambda pair: pair[1] - pair[0]):
-        members = [head for _, head in run]
-        shape = (len(members) * site.head_dim, *rest)
-        found += _tensor(checkpoint, name, shape, site.rows(members[0], members[-1])).split(site.head_dim)
-    return found
-
-
-def _tensor(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], rows: slice = slice(None)) -> Tensor:
-    found = checkpoint.tensor(name, rows)
-    if tuple(found.shape) != shape:
-        raise ValueError(
-            f"step {checkpoint.step}: {name} (rows {rows.start}:{rows.stop}) has shape {tuple(found.shape)}; "
-            f"its config asks for {shape}"
-        )
-    if not bool(found.isfinite().all()):
-        raise ValueError(f"step {checkpoint.step}: {name} holds NaN or infinite values")
-    return found
+def _blocks(folded: Tensor, site: QKProjection) -> list[Tensor]:
+    """Rows [K,D] of a head by whom they meet."""
+    a, b = site.pairs()
+    rest = [d for d in range(site.head_dim) if d not in {*a, *b}]
+    blocks = [torch.complex(folded[a], folded[b])[:, None]] if a else []
+    return [*blocks, folded[None, rest]] if rest else blocks
 
 
 class _Origin:
@@ -241,7 +215,8 @@ class _Origin:
 
     def __init__(self, weights: _Weights) -> None:
         self.kv = weights.kv
-        self.normed = weights.normed
+        self.site = weights.site
+        self.sizes = weights.sizes
         self.q = [_Frame(head) for head in weights.q]
         self.k = [_Frame(head) for head in weights.k]
 
@@ -253,12 +228,12 @@ class _Origin:
         for head, kv in enumerate(self.kv):
             a, b = q[head], k[kv]
             relative = [_over(x.distance, old.size) for x, old in ((a, self.q[head]), (b, self.k[kv]))]
-            form = self._form(a, b, self.q[head], self.k[kv])
+            form = self._form(a, b, self.q[head], self.k[kv], new.sizes) if self.site.form else float("nan")
             for column, x in zip(COLUMNS, (a.distance, b.distance, *relative, sum(relative), form), strict=True):
                 table[column].append(x)
         return table
 
-    def _form(self, q: _Split, k: _Split, old_q: _Frame, old_k: _Frame) -> float:
+    def _form(self, q: _Split, k: _Split, old_q: _Frame, old_k: _Frame, sizes: tuple[float, float] | None) -> float:
         """Relative distance of the score forms of one query head.
 
         F = (q_in E_q + q_rest)^H (k_in E_k + k_rest): the part inside both bases is a small matrix, and of
@@ -278,7 +253,9 @@ class _Origin:
             parts.append((0.5 if q_in.is_complex() else 1.0, now, before, outside))
         size = sum(w * (_square(now) + outside) for w, now, _, outside in parts) ** 0.5
         old_size = sum(w * _square(before) for w, _, before, _ in parts) ** 0.5
-        scale = _over(old_size, size) if self.normed else 1.0
+        scale = _over(old_size, size) if self.site.normed else 1.0
+        if sizes is not None and self.sizes is not None:
+            scale = _over(self.sizes[0] * self.sizes[1], sizes[0] * sizes[1])
         total = sum(w * (_square(scale * now - old) + scale**2 * out) for w, now, old, out in parts)
         return _over(total**0.5, old_size)
 

@@ -8,10 +8,10 @@ import torch
 
 import hybridscope as hs
 from hybridscope.experiments.bench import kernel_parity, stats_cells
-from hybridscope.experiments.tuning import untuned
 from hybridscope.experiments.config import load_config
 from hybridscope.experiments.sources import documents_for, needles_for
 from hybridscope.experiments.train import train
+from hybridscope.experiments.tuning import untuned
 from hybridscope.hooks.kernels import attention, dispatch
 from hybridscope.hooks.kernels import fused as kernels
 from hybridscope.hooks.kernels.short_conv import short_conv

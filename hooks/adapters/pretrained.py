@@ -6,8 +6,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import sys
+import tempfile
 import warnings
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,12 +51,18 @@ def read(where: str, options: dict[str, Any], dtype: Any, device_map: Any) -> tu
         options = {**options, **extra}
     elif folder.is_absolute() or where.startswith((".", "~")) or where.count("/") > 1:
         raise FileNotFoundError(f"{where}: no such folder")
-    chosen: dict[str, Any] = {} if device_map is None else {"device_map": device_map}
+    chosen: dict[str, Any] = {}
+    if device_map is not None:  # what is offloaded to disk and not stored as it is used needs a place
+        chosen = {"device_map": device_map, "offload_folder": tempfile.mkdtemp(prefix="hybridscope-offload-")}
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"dtype={dtype!r}: expected a torch dtype or its name")
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             where, **options, **chosen, dtype="auto" if dtype is None else dtype, output_loading_info=True
         )
         model, info = loaded
+        if chosen:
+            weakref.finalize(model, shutil.rmtree, chosen["offload_folder"], ignore_errors=True)
     except ImportError as error:
         raise ImportError(f"{where}: {_line(error)}") from error
     except OSError as error:
@@ -152,5 +161,5 @@ def _check_complete(where: str, model: Any, info: dict[str, Any]) -> None:
 
 def _line(error: BaseException) -> str:
     """The first sentence of an error."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].strip()
+    first, *more = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines()]
+    return f"{first} {more[0]}" if more and first.endswith(":") else first

@@ -1,8 +1,9 @@
 """What a transformers model is made of, found by running three tokens through it and watching.
 
 Sites are the modules that call the attention interface, with the heads and windows that the call shows; RoPE
-is there if queries turn when positions shift and the layer's input does not. Recurrent mixers are recognised
-by the parameters they own. The point between mixer and MLP is where the running values say it is.
+is there if queries turn when positions shift and the layer's input does not. Recurrent mixers are those of
+`recurrent_sites.py`. A layer with neither that still mixes tokens is a site that nothing reaches. The point between
+mixer and MLP is where the running values say it is.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch import Tensor, nn
 
 from ..sites import Site, Sites
 from .interface import SITE, Attachment, listening, site_of
+from .recurrences import framed, standing_in
+from .recurrent_sites import Seen, recurrent_mixers, recurrent_site, watching_outputs
 
 TOKENS, SHIFT = 3, 16  # length of the trial run; how far its second pass moves positions
 
@@ -34,10 +38,12 @@ class Mid:
 
 @dataclasses.dataclass
 class Layer:
-    """One decoder layer: its module path and the place of its middle (None: not found)."""
+    """One decoder layer: its module path, the place of its middle (None: not found), and whether its sites run one
+    after the other."""
 
     path: str
     mid: Mid | None = None
+    chained: bool = False
 
 
 @dataclasses.dataclass
@@ -88,10 +94,15 @@ def survey(model: Any) -> Survey:
     layers = [Layer(names[id(module)]) for module in stack]
     trial = _trial(model, backbone, stack, shift=0)
     calls, events = trial.calls, trial.events
-    moved = _trial(model, backbone, stack, shift=SHIFT, streams=[_input(seen) for seen in events])
+    streams = [_input(seen) for seen in events]
     attending = {id(call.module) for call in calls}
+    mixers = [recurrent_mixers(module, layer.path, attending) for layer, module in zip(layers, stack, strict=True)]
+    seen = Seen()
+    every = [mixer for found in mixers for _, mixer in found]
+    with standing_in(every), framed(every, seen.note), watching_outputs(every, seen):
+        moved = _trial(model, backbone, stack, shift=SHIFT, streams=streams)
     sites: list[Site] = []
-    for number, (layer, module) in enumerate(zip(layers, stack, strict=True)):
+    for number, layer in enumerate(layers):
         prefix = layer.path + "."
         found: list[Site] = []
         for call, again in zip(calls, moved.calls, strict=True):
@@ -101,15 +112,48 @@ def survey(model: Any) -> Survey:
             turned = (again.query.double() - call.query.double()).norm() / call.query.double().norm()
             known: dict[str, Any] = {"layer": number, "name": name, "rope": float(turned) > 0.02}
             source = call.window if call.mask is None else call.mask
-            site = site_of(source, call.query, call.key, call.value, **known)
+            site = site_of(source, call.query, call.key, call.value, **known, conv=_span(call.module))
             found.append(_marked(call.module, site))
-        for name, mixer in _recurrences(module, layer.path, attending):
-            found.append(_recurrent_site(mixer, number, name))
+        found += [recurrent_site(mixer, number, name, seen) for name, mixer in mixers[number]]
         for index, site in enumerate(found):
             site.index = index
-        layer.mid = _middle(events[number], {site.name.removeprefix(prefix) for site in found})
+        inside = [site.name.removeprefix(prefix) for site in found]
+        layer.mid = _middle(events[number], set(inside))
+        layer.chained = _chained(events[number], inside)
         sites += found
+    silent = [number for number in range(len(stack)) if not any(site.layer == number for site in sites)]
+    if silent:
+        sites += _unknown(model, backbone, stack, layers, streams, events, silent)
+        sites.sort(key=lambda site: site.layer)
+    Attachment.of(model).mixers = None  # look for marks again
     return Survey(names[id(backbone)], layers, Sites(sites), trial.hidden, trial.logits)
+
+
+def _span(module: nn.Module) -> int:
+    """How many tokens the convolutions inside an attention module make of one key or query: 1 without any."""
+    return 1 + sum(m.kernel_size[0] - 1 for m in module.modules() if isinstance(m, nn.Conv1d))
+
+
+def _unknown(
+    model: Any, backbone: nn.Module, stack: nn.ModuleList, layers: list[Layer], streams: Sequence[Tensor | None],
+    events: list[list[_Event]], silent: list[int],
+) -> list[Site]:  # fmt: skip
+    """Sites for layers without any that mix tokens all the same: their last output moves with their first input."""
+    pushed = [None if x is None else x + x.new_tensor([1.0, *[0.0] * (TOKENS - 1)])[:, None] for x in streams]
+    again = _trial(model, backbone, stack, shift=0, streams=pushed).events
+    sites = []
+    for number in silent:
+        before, after = events[number][-1].made, again[number][-1].made
+        if before is None or after is None or torch.equal(before[:, -1], after[:, -1]):
+            continue  # an MLP on its own
+        kind = type(stack[number]).__name__
+        warnings.warn(
+            f"layer {number} ({kind}) mixes tokens in a way that is not known here: its residual stream is recorded, "
+            "but caps, ablations and statistics cannot reach it", stacklevel=2,
+        )  # fmt: skip
+        where: dict[str, Any] = {"layer": number, "name": layers[number].path, "kind": "unknown", "mixer": "unknown"}
+        sites.append(Site(**where, heads=1, kv_heads=1, key_dim=1, value_dim=1, opaque=True))
+    return sites
 
 
 def _layer_stack(model: Any) -> nn.ModuleList:
@@ -160,6 +204,8 @@ def _trial(
     inputs."""
     embedding = model.get_input_embeddings()
     device = embedding.weight.device
+    if device.type == "meta" and (runs_on := getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)):
+        device = torch.device(runs_on)  # offloaded; accelerate brings it there
     if device.type == "meta":
         raise ValueError(f"{type(model).__name__}: its weights are on the meta device; load them first")
     vocab = embedding.weight.shape[0]
@@ -174,7 +220,7 @@ def _trial(
     def heard(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, window: int | None) -> None:
         calls.append(_Call(module, q, k, v, mask, window))
 
-    with _evaluating(model), _watching(stack, events), Attachment.of(model).on(), listening(heard):
+    with _evaluating(model), _watching(stack, events), Attachment.of(model).on(), standing_in(stack), listening(heard):
         seen: list[Any] = []
         handles = [backbone.register_forward_hook(lambda _m, _args, out: seen.append(out))]
         for module, stream in zip(stack, streams, strict=False):
@@ -297,6 +343,16 @@ def _middle(events: list[_Event], mixers: set[str]) -> Mid | None:
     return None
 
 
+def _chained(events: list[_Event], mixers: list[str]) -> bool:
+    """Whether the mixers of a layer read different things; side by side they read the same, up to a factor."""
+    given = [e.given for path in mixers for e in events if e.path == path]
+    return any(
+        x is None or x.shape != given[0].shape or not _explains(x, torch.zeros_like(x), [given[0]])
+        for x in given[1:]
+        if given[0] is not None
+    )
+
+
 def _input(events: list[_Event]) -> Tensor | None:
     return events[-1].given if events else None
 
@@ -320,67 +376,3 @@ def _explains(total: Tensor, base: Tensor, parts: list[Any]) -> float:
     left = y - x - A @ weights
     close = float(left.norm()) <= 2 * eps * float(y.norm()) + 1e-4 * float((y - x).norm())
     return float(weights[0]) if close and float(weights.abs().min()) > 0.03 else 0.0
-
-
-# Recurrent mixers: named by the parameters they own; their inside is not reached yet
-
-
-def _recurrences(layer: nn.Module, path: str, attending: set[int]) -> list[tuple[str, nn.Module]]:
-    """Topmost modules of a layer that hold a state's parameters or a short convolution, and do not attend."""
-    if id(layer) in attending:
-        return []
-    if not any(id(m) in attending for m in layer.modules()):
-        convs = any(_depthwise(child) for child in layer.children())
-        if convs or any(name in _state(layer, deep=False) for name in ("A_log", "slope_rate", "recurrent_param")):
-            return [(path, layer)]
-    return [
-        found for name, child in layer.named_children() for found in _recurrences(child, f"{path}.{name}", attending)
-    ]
-
-
-def _depthwise(module: nn.Module) -> bool:
-    return isinstance(module, nn.Conv1d) and module.groups == module.in_channels > 1
-
-
-def _state(module: nn.Module, deep: bool = True) -> dict[str, Tensor]:
-    owners = module.modules() if deep else [module]
-    return {
-        name: tensor
-        for owner in owners
-        for name, tensor in [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]
-    }
-
-
-def _recurrent_site(module: nn.Module, layer: int, name: str) -> Site:
-    state = _state(module)
-    convs = [m for m in module.modules() if _depthwise(m)]
-    width = max((m.kernel_size[0] for m in convs if isinstance(m, nn.Conv1d)), default=1)
-    mixer, heads = _recurrence(state)
-
-    def size(*names: str, default: int) -> int:
-        return next((int(v) for n in names if isinstance(v := getattr(module, n, None), int)), default)
-
-    known: dict[str, Any] = {"layer": layer, "name": name, "mixer": mixer, "conv": width, "opaque": True}
-    if mixer == "conv":
-        channels = int(convs[0].in_channels) if isinstance(convs[0], nn.Conv1d) else 1
-        return Site(kind="conv", heads=1, kv_heads=1, key_dim=channels, value_dim=channels, window=width, **known)
-    return Site(
-        kind="recurrent", heads=heads, kv_heads=size("num_k_heads", default=heads),
-        key_dim=1 if mixer == "hawk" else size("head_k_dim", "ssm_state_size", "head_dim", default=1),
-        value_dim=1 if mixer in ("hawk", "mamba") else size("head_v_dim", "head_dim", default=1), **known,
-    )  # fmt: skip
-
-
-def _recurrence(state: dict[str, Tensor]) -> tuple[str, int]:
-    """Which recurrence has these parameters, and over how many heads (channels where each is its own)."""
-    if "recurrent_param" in state:
-        return "hawk", state["recurrent_param"].numel()
-    if "slope_rate" in state:
-        return "lightning", state["slope_rate"].shape[0]
-    if "A_log" not in state:
-        return "conv", 1
-    rates = state["A_log"]
-    if "D" in state:
-        return ("mamba", rates.shape[0]) if rates.ndim == 2 else ("mamba2", rates.numel())
-    vector = "dt_bias" in state and state["dt_bias"].numel() > rates.numel()
-    return ("kda" if vector else "gdn"), rates.numel()

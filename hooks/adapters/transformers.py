@@ -34,8 +34,19 @@ class DecodeCache:
 
     def __init__(self) -> None:
         self.past: Any = None
+        self.tokens: Tensor | None = None  # of a model without a cache: the whole context, run again at every call
         self.real: Tensor | None = None
         self.seen = 0
+
+
+def seen(past: Any) -> int:
+    """How many tokens a transformers cache has seen. Some ask their first layer, which may hold a state instead; a
+    cache of states alone does not know (0)."""
+    lengths = [0]
+    for layer in [(), *[(n,) for n in range(len(getattr(past, "layers", ())))]]:
+        with contextlib.suppress(ValueError):
+            lengths.append(int(past.get_seq_length(*layer)))
+    return max(lengths)
 
 
 class TransformersLM(Instrumented, nn.Module):
@@ -59,6 +70,7 @@ class TransformersLM(Instrumented, nn.Module):
         self.vocab_size: int = text.vocab_size
         self.context = context or getattr(text, "max_position_embeddings", None)
         self.layers = found.layers
+        self.chained = frozenset(number for number, layer in enumerate(found.layers) if layer.chained)
         self._backbone = found.backbone
         self._head_fits = True
         with torch.no_grad():
@@ -73,11 +85,11 @@ class TransformersLM(Instrumented, nn.Module):
     # The interface
 
     def forward(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: DecodeCache | None = None) -> Tensor:
-        return self._run(self.model, tokens, attention_mask, cache).logits
+        return self._run(self.model, "logits", tokens, attention_mask, cache)
 
     def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: DecodeCache | None = None) -> Tensor:
         """Residual stream after the final norm, [B,T,D]."""
-        return self._run(self.backbone, tokens, attention_mask, cache).last_hidden_state
+        return self._run(self.backbone, "last_hidden_state", tokens, attention_mask, cache)
 
     def unembed_hidden(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states, by the model's own head: its scales and soft caps included."""
@@ -85,7 +97,7 @@ class TransformersLM(Instrumented, nn.Module):
             raise ValueError(f"{type(self.model).__name__}: its head cannot be run on its own; call the model instead")
         head: Any = _Replaced(self.model, self._backbone.split("."), hidden)
         placeholder = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-        return type(self.model).forward(head, input_ids=placeholder, use_cache=False).logits
+        return type(self.model).forward(head, input_ids=placeholder, use_cache=False).logits.to(hidden.device)
 
     def new_cache(self) -> DecodeCache:
         return DecodeCache()
@@ -97,6 +109,10 @@ class TransformersLM(Instrumented, nn.Module):
     def backbone(self) -> nn.Module:
         """The model without its head: embedding, layers, final norm."""
         return self.model.get_submodule(self._backbone)
+
+    @property
+    def depth(self) -> int:
+        return len(self.layers)
 
     def generate(
         self, tokens: Tensor, max_new_tokens: int, attention_mask: Tensor | None = None, *args: Any,
@@ -122,7 +138,8 @@ class TransformersLM(Instrumented, nn.Module):
     def record(
         self, *, resid: Any = None, stats: bool | Sequence[int] | Tensor | Stats = False
     ) -> AbstractContextManager[Any]:
-        return self._switched_on(super().record(resid=resid, stats=stats), watch=resid is not None)
+        watch = resid is not None or (isinstance(stats, Stats) and stats.recurrent)
+        return self._switched_on(super().record(resid=resid, stats=stats), watch=watch)
 
     def ablate(
         self,
@@ -144,27 +161,49 @@ class TransformersLM(Instrumented, nn.Module):
 
     # Forward passes
 
-    def _run(self, module: Any, tokens: Tensor, attention_mask: Tensor | None, cache: DecodeCache | None) -> Any:
+    def _run(
+        self, module: Any, output: str, tokens: Tensor, attention_mask: Tensor | None, cache: DecodeCache | None
+    ) -> Tensor:
         real = self._check(tokens, attention_mask)
-        inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": cache is not None}
         if cache is not None:
             self.check_length(cache.seen + tokens.shape[1])
             if real is not None or cache.real is not None:
                 ones = torch.ones_like(tokens, dtype=torch.bool)
                 before = ones.new_ones(tokens.shape[0], cache.seen) if cache.real is None else cache.real
                 real = cache.real = torch.cat([before, ones if real is None else real], 1)
-            if cache.past is not None:
-                inputs[self._cache_name] = cache.past
+            if cache.tokens is not None:
+                return self._run_again(module, output, tokens, real, cache)
+        inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": cache is not None}
+        if cache is not None and cache.past is not None:
+            inputs[self._cache_name] = cache.past
+            if "position_ids" in inspect.signature(type(self.backbone).forward).parameters:
+                # As `generate` does; some models would start at position 0 again.
+                inputs["position_ids"] = cache.seen + torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if real is not None and not any(site.softmax for site in self.sites):
+            real = real[:, -tokens.shape[1] :]  # states have passed over earlier padding; some models take no more
+            real = None if bool(real.all()) else real
         if real is not None:
             inputs["attention_mask"] = real.long()
         with Attachment.of(self.model).on():
             out = module(**inputs)
         if cache is not None:
             cache.past = getattr(out, self._cache_name, None)
-            if cache.past is None:
-                raise ValueError(f"{type(self.model).__name__} returns no cache, so it cannot continue a call")
+            cache.tokens = tokens if cache.past is None else None
             cache.seen += tokens.shape[1]
-        return out
+        return getattr(out, output).to(tokens.device)  # a backbone over several devices ends on its last one
+
+    def _run_again(self, module: Any, output: str, tokens: Tensor, real: Tensor | None, cache: DecodeCache) -> Tensor:
+        """Continue a context of a model that returns no cache: all of it, for the outputs of its last tokens."""
+        if self.recorders or any(site.tap for site in self.sites):
+            name = type(self.model).__name__
+            raise ValueError(f"record: {name} keeps no cache; give it the whole context in one call")
+        assert cache.tokens is not None
+        cache.tokens = torch.cat([cache.tokens, tokens], 1)
+        cache.seen = cache.tokens.shape[1]
+        mask = {} if real is None else {"attention_mask": real.long()}
+        with Attachment.of(self.model).on():
+            out = module(input_ids=cache.tokens, use_cache=False, **mask)
+        return getattr(out, output)[:, -tokens.shape[1] :].to(tokens.device)
 
     @property
     def _cache_name(self) -> str:
@@ -207,9 +246,10 @@ class TransformersLM(Instrumented, nn.Module):
             else:
                 real = mask[:, mask.shape[1] - tokens.shape[1] :].bool()
             past = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
-            first = 0 if past is None else int(past.get_seq_length())
+            first = 0 if past is None else seen(past)
+            shape = None if tokens is None else (tokens.shape[0], tokens.shape[1])
             for rec in self.recorders:
-                rec.start(real, first)
+                rec.start(real, first, shape)
 
         def watch(module: nn.Module, before: Any = None, after: Any = None) -> None:
             # A copy of the model made in here carries these hooks along: they stay silent on it.
@@ -233,13 +273,15 @@ class TransformersLM(Instrumented, nn.Module):
 
             def adds(x: Tensor | None) -> None:
                 assert mid is not None
-                keep(number, "mid", None if x is None else inputs[number] + mid.scale * x)
+                keep(number, "mid", None if x is None else inputs[number].to(x.device) + mid.scale * x)
 
             def passes(x: Tensor | None) -> None:
                 keep(number, "mid", None if x is None else x.reshape(inputs[number].shape))
 
             layer = self.model.get_submodule(path)
             watch(layer, before=enters)
+            if all(site.layer != number for site in self.sites):  # no mixer: nothing was added
+                watch(layer, before=lambda x: keep(number, "mid", x))
             if mid is not None and mid.end == "input":
                 watch(layer.get_submodule(mid.path), before=passes)
             elif mid is not None:
@@ -325,8 +367,8 @@ def load(
         where = str(source)
         if isinstance(source, os.PathLike) and not os.path.exists(source):
             raise FileNotFoundError(f"{where}: no such folder")
-        options = {"revision": revision, "trust_remote_code": trust_remote_code}
-        options = {name: value for name, value in options.items() if value}
+        options: dict[str, Any] = {"trust_remote_code": bool(trust_remote_code)}  # None would ask at the terminal
+        options |= {} if revision is None else {"revision": revision}
         with without_fla():
             model, tokenizer = read(where, options, dtype, device_map)
     check_finite(((n, p) for n, p in model.named_parameters() if p.device.type != "meta"), where)

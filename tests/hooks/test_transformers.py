@@ -746,25 +746,81 @@ def test_attention_that_bypasses_the_interface_is_refused() -> None:
         transformers.load(AutoModelForCausalLM.from_config(config))
 
 
-def test_mixers_that_are_not_reached_yet_say_so() -> None:
-    """A convolutional hybrid: its sites are listed, its attention takes switches, its convolutions refuse
-    them."""
-    config = CONFIG_MAPPING["lfm2"](**BASE, layer_types=["conv", "conv", "full_attention", "conv"])
-    loaded = transformers.load(AutoModelForCausalLM.from_config(config).eval())
-    assert [(s.kind, s.window) for s in loaded.sites] == [
-        ("conv", 3),
-        ("conv", 3),
-        ("full", None),
-        ("conv", 3),
-    ]
+class _RunningMean(nn.Module):
+    """A mixer that nobody has seen: neither attention nor a recurrence by any name known here."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
+        return hidden_states.cumsum(1) / torch.arange(1, hidden_states.shape[1] + 1)[:, None], None
+
+
+class _OwnRecurrence(_RunningMean):
+    """One with the parameters of a state, whose recurrence is inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = nn.Parameter(torch.zeros(4))
+
+
+def test_a_model_that_nobody_has_seen_gets_what_can_be_had() -> None:
+    """Logits, residual stream, attention; and a message for the layers whose inside is out of reach."""
+    model = build("llama")
+    model.model.layers[1].self_attn = _RunningMean()
+    model.model.layers[2].self_attn = _OwnRecurrence()
+    tokens = tokens_of()
     with torch.no_grad():
-        plain = loaded(tokens_of())
+        own = model(tokens, use_cache=False).logits
+    with pytest.warns(UserWarning, match=r"layer 1 \(LlamaDecoderLayer\) mixes tokens in a way"):
+        loaded = transformers.load(model)
+    assert [(s.layer, s.kind, s.mixer, s.opaque) for s in loaded.sites] == [
+        (0, "full", "full", False),
+        (1, "unknown", "unknown", True),
+        (2, "recurrent", "unknown", True),
+        (3, "full", "full", False),
+    ]
+    assert loaded.reach() is None
+    with torch.no_grad():
+        with loaded.record(resid="last", stats=True) as rec:
+            assert gap(loaded(tokens), own) <= CLOSE
+        assert rec.resid(1, "post").shape == rec.resid(2, "pre").shape == (2, 1, 32)
+        assert rec.stats(3).entropy.shape == (2, T, 4)
         with loaded.cap(full=3):
-            assert not torch.equal(loaded(tokens_of()), plain)
-    with pytest.raises(ValueError, match=r"conv.*not yet supported"), loaded.cap(conv=3):
+            assert gap(loaded(tokens), own) > 1e-3
+    for layer in (1, 2):
+        with pytest.raises(ValueError, match="not yet supported"), loaded.cap({layer: 3}):
+            pass
+        with pytest.raises(ValueError, match="not yet supported"), loaded.ablate([(layer, 0)]):
+            pass
+    with pytest.raises(ValueError, match="not yet supported"), loaded.record(stats=Stats(recurrent=True)):
         pass
-    with pytest.raises(ValueError, match="not yet supported"), loaded.ablate([(0, 0)]):
-        pass
+
+
+def test_an_op_that_is_bypassed_is_an_error_and_not_a_silent_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixer whose training path fuses convolution and scan calls no op that could be capped."""
+    from families import pair as family_pair
+
+    model, loaded = family_pair("bamba")
+    mixer = type(model.model.layers[0].mamba)
+    monkeypatch.setattr(mixer, "forward", lambda self, hidden_states, **_: hidden_states)
+    loaded(tokens_of())
+    with pytest.raises(ValueError, match=r"layers\.0\.mamba: its op was bypassed"), loaded.cap(recurrent=6):
+        loaded(tokens_of())
+
+
+def test_ops_are_as_they_were_outside_and_after_an_error() -> None:
+    from families import pair as family_pair
+
+    model, loaded = family_pair("qwen3_next")
+    names = sys.modules[type(model).__module__].__dict__
+    before = names["torch_chunk_gated_delta_rule"]
+    with loaded.cap(recurrent=6):
+        assert names["torch_chunk_gated_delta_rule"] is not before
+        copied = copy.deepcopy(loaded)
+        assert torch.equal(copied(tokens_of()), model(tokens_of()).logits) is False  # the copy's switches are off
+    assert names["torch_chunk_gated_delta_rule"] is before
+    with pytest.raises(ZeroDivisionError), loaded.cap(recurrent=6):
+        raise ZeroDivisionError
+    assert names["torch_chunk_gated_delta_rule"] is before
+    assert not any(m._forward_pre_hooks for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
 
 
 def test_flash_linear_attention_is_hidden_while_loading(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import hybridscope as hs
 from hybridscope.hooks.checkpoint import Checkpoint, write_json
-from hybridscope.hooks.projections import LLAMA_LIKE, qk_projections
+from hybridscope.hooks.projections import qk_projections
 from hybridscope.probes import drift
 from hybridscope.probes.drift import qk_drift
 
@@ -101,7 +101,7 @@ def test_weights_that_did_not_change_have_drift_exactly_zero(tmp_path):
     put(tmp_path, cfg, last, 2)
     table = qk_drift(tmp_path)
     assert list(table.columns) == [
-        "step", "layer", "site", "head", "kind", "q", "k", "q_rel", "k_rel", "qk_rel", "bilinear_rel",
+        "step", "layer", "site", "head", "kind", "maps", "q", "k", "q_rel", "k_rel", "qk_rel", "bilinear_rel",
     ]  # fmt: skip
     assert len(table) == 2 * 3 * H  # the recurrent layer has no softmax heads
     assert dict(zip(table.layer, table.kind, strict=True)) == {0: "full", 1: "full", 2: "window"}
@@ -284,6 +284,7 @@ def test_only_the_wanted_rows_are_read(tmp_path, monkeypatch):
 
 # transformers' checkpoints
 
+LLAMA_LIKE = ("granite", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "smollm3")
 TINY = {
     "vocab_size": 16, "hidden_size": D, "intermediate_size": 16, "num_hidden_layers": 2,
     "num_attention_heads": H, "num_key_value_heads": G, "head_dim": K,
@@ -306,7 +307,7 @@ def foreign(family: str, folder: Path) -> Checkpoint:
     return Checkpoint(folder, int(folder.name.split("-")[1]))
 
 
-@pytest.mark.parametrize("family", sorted(LLAMA_LIKE))
+@pytest.mark.parametrize("family", LLAMA_LIKE)
 def test_transformers_families_hold_the_tensors_where_they_are_looked_for(tmp_path, family):
     a, b = (foreign(family, tmp_path / f"checkpoint-{n}") for n in (1, 2))
     sites = qk_projections(a.path)
@@ -339,8 +340,25 @@ def test_biases_are_part_of_the_transformers_form(tmp_path):
     assert table.bilinear_rel[0] == pytest.approx(float(expected), rel=1e-12)
 
 
-def test_an_unknown_family_is_named(tmp_path):
+def test_a_family_that_nobody_described_gives_raw_distances_and_says_so(tmp_path):
+    a, b = (foreign("olmo2", tmp_path / f"checkpoint-{n}") for n in (1, 2))
+    with pytest.warns(UserWarning, match="bilinear_rel is NaN"):
+        table = qk_drift([a, b])
+    raw = heads_of(a.tensor("model.layers.1.self_attn.k_proj.weight")) - heads_of(
+        b.tensor("model.layers.1.self_attn.k_proj.weight")
+    )
+    assert table[(table.step == 1) & (table.layer == 1)].k.tolist() == pytest.approx(
+        [float(raw[h * G // H].norm()) for h in range(H)]
+    )
+    assert table.bilinear_rel.isna().all()
+
+
+def test_what_has_no_query_and_key_maps_is_named(tmp_path):
     (folder := tmp_path / "checkpoint-1").mkdir()
-    write_json(folder / "config.json", {"model_type": "gemma2"})
-    with pytest.raises(ValueError, match="gemma2"):
+    write_json(folder / "config.json", {"model_type": "nobodys"})
+    with pytest.raises(ValueError, match="nobodys"):
+        qk_drift([Checkpoint(folder, 1)])
+    write_json(folder / "config.json", {"model_type": "mamba"})
+    save_file({"backbone.layers.0.mixer.A_log": torch.ones(2)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="finds no query and key projections of model_type='mamba'"):
         qk_drift([Checkpoint(folder, 1)])
