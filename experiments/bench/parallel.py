@@ -2,8 +2,9 @@
 
     python -m hybridscope.experiments.bench.parallel --out parallel.json
 
-Each is a run of `hybridscope train` under torchrun, as a user starts it, from the demo's data with a 100M model; only
-fla's kernels are not tuned. Losses differ by what the sums of bf16 gradients round to; files must load alike.
+Each is a training under torchrun, as `hybridscope train` runs it, of a 100M model on the demo's data (filler scored,
+which is learned in tens of steps); only fla's kernels are not tuned. Losses differ by what the sums of bf16 gradients
+round to; files must load alike.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 
 from ...hooks.checkpoint import Checkpoint
-from ..train import commit
+from ..config import load_config
+from ..train import commit, train
 from ..tuning import untuned
 from . import workers
 from .train import need_device, version_of
@@ -28,8 +30,9 @@ from .train import need_device, version_of
 MODULE = "hybridscope.experiments.bench.parallel"
 SETTINGS = [
     'model.pattern=["gdn", "full"]', "model.n_layers=12", "model.d_model=768", "model.n_heads=12", "model.d_ff=2048",
-    "model.init_std=0.02", "model.mixers={gdn={key_dim=64, value_dim=64}}", "data.length=1024", "data.keys=32",
-    "data.vocab_size=256", "train.batch=64", "train.lr=1e-3", "train.saves=1", "train.seed=0",
+    "model.init_std=0.02", "model.mixers={gdn={key_dim=64, value_dim=64}}", "data.length=1024", "data.vocab_size=96",
+    "data.copy_share=0.2", "data.filler_weight=1.0", "train.batch=64", "train.lr=1e-3", "train.warmup=10",
+    "train.saves=1", "train.seed=0",
 ]  # fmt: skip
 TOLERANCE = 0.01
 """Largest difference of two loss curves, as a share of how far the single GPU's falls."""
@@ -40,8 +43,7 @@ def run(folder: Path, processes: int, parallel: str, steps: int, device: str) ->
     name = f"{parallel}-{processes}"
     settings = [*SETTINGS, f"train.steps={steps}", f"train.parallel={parallel}", f"train.device={device}"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command += ["-m", MODULE, "--worker", "train", "demo", "--out", str(folder / name)]
-    command += [part for setting in settings for part in ("--set", setting)]
+    command += ["-m", MODULE, "--worker", str(folder / name), *settings]
     start = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     row: workers.Row = {"parallel": parallel, "processes": processes, "seconds": time.monotonic() - start}
@@ -80,18 +82,16 @@ def compare(rows: list[dict[str, Any]]) -> None:
         row |= {"largest_difference": apart, "of_drop": apart / drop, "ok": 0 <= apart <= TOLERANCE * drop}
 
 
-def work(args: list[str]) -> None:
-    """`hybridscope` with the first configuration of each kernel."""
-    from .. import cli
-
+def work(folder: Path, settings: list[str]) -> None:
+    """One of the processes, with the first configuration of each kernel."""
     if torch.cuda.is_available():
         untuned()
-    cli.main(args)
+    train(load_config("demo", settings), folder, progress=False)
 
 
 def main(args: list[str] | None = None) -> None:
     if sys.argv[1:2] == ["--worker"]:
-        work(sys.argv[2:])
+        work(Path(sys.argv[2]), sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/bench/parallel.json"))

@@ -97,31 +97,34 @@ class Recurrent(nn.Module):
         else:
             if old is not None and old.ring is not None:
                 ring = old.ring
-                out = self._steps(ring, terms, run)
+                out = steps(ring, terms, run, self.read)
             else:
                 out = capped(**terms, cap=site.cap, conv=site.conv, read=self.read)
-                ring = self._ring(terms, run, site.cap) if run.cache is not None else None
+                ring = ring_of(terms, run, site.cap, site.conv) if run.cache is not None else None
         run.keep(site.name, old, inputs, site.conv, state=state, ring=ring, cap=site.cap)
         return out
 
-    def _steps(self, ring: Ring, terms: dict[str, Any], run: Pass) -> Tensor:
-        """Token by token through the ring."""
-        q, k, dtype = terms["q"], terms["k"], terms["v"].dtype
-        v, log_decay, a, b = plain(**{name: y for name, y in terms.items() if name != "q"})
-        terms = {"q": q, "k": k, "v": v, "log_decay": log_decay, **({} if a is None else {"a": a, "b": b})}
-        steps = []
-        for t in range(run.length):
-            real = None if run.real is None else t < run.count
-            steps.append(ring.step(**{name: y[:, t] for name, y in terms.items()}, real=real, read=self.read))
-        return torch.stack(steps, 1).to(dtype)
 
-    def _ring(self, terms: dict[str, Any], run: Pass, cap: int) -> Ring:
-        tail = {name: run.last(y, min(cap, run.length)) for name, y in terms.items() if name != "q"}
-        value = plain(**tail)[0]
-        del tail["v"]
-        keys = carried_keys(**tail)
-        seen = run.count.expand(value.shape[0])
-        return Ring(cap, self.site.conv, keys.transpose(1, 2), value.to(keys.dtype).transpose(1, 2), seen)
+def steps(ring: Ring, terms: dict[str, Any], run: Pass, read: Read = "after") -> Tensor:
+    """The tokens of a call through the ring, one by one: [B,T,H,V]."""
+    q, k, dtype = terms["q"], terms["k"], terms["v"].dtype
+    v, log_decay, a, b = plain(**{name: y for name, y in terms.items() if name != "q"})
+    terms = {"q": q, "k": k, "v": v, "log_decay": log_decay, **({} if a is None else {"a": a, "b": b})}
+    out = []
+    for t in range(run.length):
+        real = None if run.real is None else t < run.count
+        out.append(ring.step(**{name: y[:, t] for name, y in terms.items()}, real=real, read=read))
+    return torch.stack(out, 1).to(dtype)
+
+
+def ring_of(terms: dict[str, Any], run: Pass, cap: int, conv: int) -> Ring:
+    """What decoding under `cap` goes on from after this call."""
+    tail = {name: run.last(y, min(cap, run.length)) for name, y in terms.items() if name != "q"}
+    value = plain(**tail)[0]
+    del tail["v"]
+    keys = carried_keys(**tail)
+    seen = run.count.expand(value.shape[0])
+    return Ring(cap, conv, keys.transpose(1, 2), value.to(keys.dtype).transpose(1, 2), seen)
 
 
 @torch.no_grad()

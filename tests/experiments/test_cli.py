@@ -303,7 +303,7 @@ def test_a_needle_that_does_not_fit(broken, capsys, command):
 def test_an_empty_ladder(broken, capsys):
     Path("empty").mkdir()
     assert "empty: an empty ladder" in refused(capsys, "track", "empty")
-    assert "nowhere: no such ladder" in refused(capsys, "track", "nowhere")
+    assert "nowhere: no such folder" in refused(capsys, "track", "nowhere")
 
 
 def test_a_ladder_with_two_identical_steps(broken, capsys):
