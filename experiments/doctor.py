@@ -45,6 +45,7 @@ def report(found: dict[str, Any]) -> str:
     else:
         lines.append(f"{'mixer':11s}{'dtype':10s}{'training':25s}{'inference':25s}why")
         lines += [f"{p['mixer']:11s}{p['dtype']:10s}{p['training']:25s}{p['inference']:25s}{p['why']}" for p in paths]
+    lines.append("Short convolutions take fla's causal_conv1d wherever hgrn, which has no products either, is fused.")
     lines.append("One token without gradients is a plain torch step on any path.")
     return "\n".join(lines)
 
