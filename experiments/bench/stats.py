@@ -172,7 +172,7 @@ def line_of(row: workers.Row) -> str:
 
 # Tiles
 
-WANTED = [(0, False), (1, False), (2, False), (1, True)]
+WANTED = [(0, False), (1, False), (2, False), (1, True), (2, True)]
 """How the top key is found (0: not at all), and whether distances are summed; all with mass on one set."""
 
 
@@ -202,12 +202,15 @@ def try_tile(head_dim: int, tile: list[Any], lengths: list[int]) -> None:
             labels = torch.zeros(1, T or 512, dtype=torch.uint8, device="cuda")
             labels[:, 100:108] = 1
 
-            def f(q: Any = q, labels: Any = labels, find: int = find, distance: bool = distance) -> Any:
+            chosen = launch.Tile(*tile)._replace(find=max(1, find))
+
+            def f(
+                q: Any = q, labels: Any = labels, find: int = find, distance: bool = distance, chosen: Any = chosen
+            ) -> Any:  # fmt: skip
                 return launch.stats(
                     q=q, k=q, rows=None, scale=head_dim**-0.5, causal=True, window=None, sinks=0, limit=None,
                     sink_logits=None, softcap=None, labels=labels, sets=1, q_pos=None, k_pos=None, q_seg=None,
-                    k_seg=None, top1=find > 0, distance=distance, bins=0, tile=launch.Tile(*tile), splits=1,
-                    find=max(1, find),
+                    k_seg=None, top1=find > 0, distance=distance, bins=0, tile=chosen, splits=1,
                 )  # fmt: skip
 
             row = {"D": head_dim, "tile": tile, "find": find, "distance": distance, "T": T}

@@ -31,6 +31,8 @@ class Tile(NamedTuple):
     stages: int
     registers: int | None = None
     """At most so many a thread, for two programs on a multiprocessor; checked not to spill."""
+    find: int = 1
+    """Where the top key is asked for, 1: it travels with the maximum; 2: it is looked for where a block raises one."""
 
 
 TILES = {  # by widest head dim, for 16-bit and for fp32 inputs (whose products have no tensor cores)
@@ -84,13 +86,12 @@ def stats(
     *, q: Tensor, k: Tensor, rows: Tensor | None, scale: float, causal: bool, window: int | None, sinks: int,
     limit: int | None, sink_logits: Tensor | None, softcap: float | None, labels: Tensor | None, sets: int,
     q_pos: Tensor | None, k_pos: Tensor | None, q_seg: Tensor | None, k_seg: Tensor | None, top1: bool,
-    distance: bool, bins: int, tile: Tile | None = None, splits: int | None = None, find: int = 1,
+    distance: bool, bins: int, tile: Tile | None = None, splits: int | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Fields of AttentionStats for q [B,T,H,K], k [B,S,G,K] and the other arguments of attention_stats(), checked.
 
     `rows` [1 or B,R] int64; `labels` uint8 [B,S] with `sets` bits in use; what was not asked for has a last dimension
-    of 0. `tile`, `splits` and `find` (1: the top key travels with the maximum; 2: it is looked for where a block
-    raises one) override the table. Raises ValueError without a CUDA device, but under TRITON_INTERPRET=1.
+    of 0. `tile` and `splits` override the table. Raises ValueError without a CUDA device, but under TRITON_INTERPRET=1.
     """
     if not (q.is_cuda or INTERPRETED):
         raise ValueError(f'impl="triton": the tensors are on {q.device}; expected CUDA (or TRITON_INTERPRET=1)')
@@ -121,7 +122,7 @@ def stats(
     sums = _sums(q, parts, out)
     c = (scale if softcap is None else softcap) / LN2.value
     flags: dict[str, Any] = {
-        "SPLITS": parts, "TOP1": find if top1 else 0, "DISTANCE": distance, "SETS": sets, "BINS": bins,
+        "SPLITS": parts, "TOP1": tile.find if top1 else 0, "DISTANCE": distance, "SETS": sets, "BINS": bins,
         "SETS2": _power_of_2(max(1, sets)), "BINS2": _power_of_2(max(1, bins)),
     }  # fmt: skip
     with torch.cuda.device(q.device if q.is_cuda else -1):

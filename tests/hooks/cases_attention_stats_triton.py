@@ -238,8 +238,9 @@ def test_splitting_the_keys_and_finding_the_top_key_either_way(splits: int, monk
     labels, sinks = torch.rand(1, 70) < 0.1, torch.tensor([0.0, 2.0])
     options: dict[str, Any] = {"rows": [69, 3, 40], "labels": labels, "histogram": True, "sink_logits": sinks}
     one = stats(q, k, **options)
-    original = launch.stats
-    monkeypatch.setattr(launch, "stats", lambda **kw: original(**kw, splits=splits, find=2))
+    original, tile_for = launch.stats, launch.tile_for
+    monkeypatch.setattr(launch, "stats", lambda **kw: original(**kw, splits=splits))
+    monkeypatch.setattr(launch, "tile_for", lambda *a: tile_for(*a)._replace(find=2))
     same(stats(q, k, **options), one)
     check(stats(q, k, rows=[69, 0], window=21, sinks=3), oracle(q, k, rows=[69, 0], window=21, sinks=3))
     assert torch.equal(stats(q, k, **options).top1, one.top1)
