@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
+import english
 import numpy as np
 import planted
 import pytest
@@ -18,7 +19,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 import hybridscope as hs
-from hybridscope.probes.layerwise import extract
+from hybridscope.probes import layerwise
+from hybridscope.probes.features import extract
+from hybridscope.probes.layerwise import measure
 
 CHANCE = 0.25
 NEAR_CHANCE = 0.45  # 160 samples, 5 splits: far above what chance gives, far below what is planted
@@ -204,7 +207,7 @@ def test_the_estimator_finds_the_layer_that_holds_the_classes():
 
 def test_it_is_a_scikit_learn_estimator():
     probe = hs.LayerwiseProbe(C=2.0)
-    assert probe.get_params() == {"C": 2.0, "max_iter": 1000}
+    assert probe.get_params() == {"C": 2.0, "max_iter": 1000, "solver": "auto"}
     X, y = data()
     copy = clone(probe.fit(X, y))
     assert copy.get_params() == probe.get_params()
@@ -265,4 +268,112 @@ def test_prompts_without_a_needle_are_needed_for_that_control_only(model, prompt
 
 def test_an_unknown_target_is_an_error(model, prompts):
     with pytest.raises(ValueError, match='"value" or "depth"'):
-        inspect.unwrap(hs.probe_layers)(model, prompts, "key")
+        inspect.unwrap(measure)(model, prompts, "key")
+
+
+# All targets, haystacks and features
+
+
+@pytest.mark.parametrize("haystack", ["repeat", "essay"])
+@pytest.mark.parametrize("target", ["value", "depth"])
+def test_haystacks_of_text_are_probed_for_either_target(haystack, target):
+    """At the value itself, where the embedding tells it; of the depth an embedding tells nothing."""
+    tokenizer = english.tokenizer("bytes")
+    made = hs.make_needles(60, 260, haystack=haystack, tokenizer=tokenizer, values=3, depth_bins=3, texts=english.TEXTS)
+    torch.manual_seed(0)
+    model = hs.HybridLM(hs.HybridConfig(("swa:8", "full"), 2, 64, 2, tokenizer.vocab_size)).eval()
+    at = made.spans["value"][:, 1] - 1
+    table = hs.probe_layers(model, made, target, where=("pre", "mid", "post", "delta"), position=at, seeds=2)
+    assert len(table) == 2 * 4 * 3
+    found = accuracy(table, "pre")[0]
+    assert found == 1 if target == "value" else found < 0.8
+
+
+# Solvers
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_the_solvers_agree(classes):
+    """All that scikit-learn's estimators offer, from either."""
+    X, y = data(n=90, classes=classes)
+    names = np.array(["a", "b", "c"])[y]
+    ours, theirs = (hs.LayerwiseProbe(solver=s).fit(X[:, :60], names[:60]) for s in ("torch", "sklearn"))
+    assert np.array_equal(ours.predict(X[:, 60:]), theirs.predict(X[:, 60:]))
+    for a, b in zip(ours.estimators_, theirs.estimators_, strict=True):
+        assert np.abs(a[-1].coef_ - b[-1].coef_).max() < 0.01
+        assert np.abs(a.predict_proba(X[0]) - b.predict_proba(X[0])).max() < 0.01
+        assert a[-1].classes_.tolist() == b[-1].classes_.tolist()
+
+
+def test_the_table_is_the_same_from_either_solver(model, prompts, table):
+    made = hs.probe_layers(model, prompts, where=("pre", "mid"), solver="sklearn")
+    ours = table[table["where"].isin(["pre", "mid"])].reset_index(drop=True)
+    assert made.drop(columns=["accuracy", "low", "high", "gain", "gain_low", "gain_high"]).equals(ours[DESCRIBED])
+    assert (made["accuracy"] - ours["accuracy"]).abs().max() <= 0.005
+
+
+DESCRIBED = ["layer", "kind", "mixer", "where", "target", "control", "chance", "n"]
+
+
+def test_an_unknown_solver_is_an_error():
+    with pytest.raises(ValueError, match='"auto", "torch" or "sklearn"'):
+        inspect.unwrap(layerwise._checked)("liblinear")
+
+
+def test_as_many_classes_as_samples_is_an_error():
+    with pytest.raises(ValueError, match="6 samples of 6 classes"):
+        hs.LayerwiseProbe().fit(np.random.default_rng(0).normal(size=(1, 6, 2)), np.arange(6))
+
+
+# Gains
+
+
+def test_the_interval_of_a_gain_holds_it(table):
+    mid = table.query("where == 'mid'")
+    assert (mid["gain_low"] <= mid["gain"]).all()
+    assert (mid["gain"] <= mid["gain_high"]).all()
+    planted_here = mid.query("layer == 1 and control == 'none'").iloc[0]
+    assert planted_here["gain_low"] > 0.4
+    last = mid.query("layer == 2 and control == 'none'").iloc[0]
+    assert (last["gain"], last["gain_low"], last["gain_high"]) == (0, 0, 0)  # paired: right before and after
+
+
+def test_gains_concentrate_at_the_middle_full_layer_that_reads_the_value(model, prompts):
+    gains = hs.probe_gains(model, prompts)
+    assert gains.columns.tolist() == ["control", "quantity", "layers", "gain", "low", "high", "seeds_above"]
+    found = gains.query("control == 'none'").set_index("quantity")
+    assert found["layers"].to_dict()["middle full"] == 1
+    assert found.loc["middle full", "low"] > 0.4
+    assert found.loc["middle full - all others", "low"] > 0.4
+    assert found.loc["middle full - all others", "seeds_above"] == 1
+    sums = found["gain"]
+    assert sums["middle full - outer full"] == pytest.approx(sums["middle full"] - sums["outer full"])
+    assert sums["all others"] == pytest.approx((sums["outer full"] + sums["outer efficient"]) / 2)
+    for control in ("shuffled", "removed"):
+        none = gains[gains["control"] == control].set_index("quantity").loc["middle full - all others"]
+        assert none["low"] < 0.05
+        assert none["gain"] < 0.2
+
+
+def test_the_claim_fails_where_the_layer_that_reads_lies_outside(model, prompts):
+    gains = hs.probe_gains(model, prompts, middle=(0.7, 1.0), controls=()).set_index("quantity")
+    assert gains.loc["middle full - all others", "high"] < 0
+    with pytest.raises(ValueError, match="no full layer of this model's 3"):
+        hs.probe_gains(model, prompts, middle=(0.0, 0.3), controls=(), seeds=1)
+    with pytest.raises(ValueError, match="nothing but full layers"):
+        hs.probe_gains(model_of("full"), dataclasses.replace(prompts, tokens=prompts.tokens % 41), middle=(0.0, 1.0),
+                       controls=(), seeds=1)  # fmt: skip
+    with pytest.raises(ValueError, match="'pre' and 'mid'"):
+        hs.probe_gains(model, prompts, where=("post",), controls=(), seeds=1)
+
+
+# Answered prompts
+
+
+def test_only_answered_prompts_are_probed(model, prompts):
+    right = hs.needle_accuracy(model, prompts)
+    table = hs.probe_layers(model, prompts, where=("mid",), controls=(), seeds=1, only_answered=True)
+    assert table["n"].iloc[0] == round(right * 160)
+    wrong = dataclasses.replace(prompts, answers=(prompts.answers + 1) % 24)
+    with pytest.raises(ValueError, match="answers none of the 160 prompts"):
+        hs.probe_layers(model, wrong, only_answered=True)
