@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,28 +12,33 @@ from tqdm import tqdm
 
 from ..hooks.ladder import Ladder
 from ..probes.needles import Needles
-from ..probes.tracking import Heads, choose_heads, track_step
+from ..probes.tracking import Heads, Plan, over_samples
 from .tables import needles_hash, provenance, read_table, save_table
 
 
 def track_to(
-    path: str | Path, ladder: Ladder, needles: Needles, heads: Heads = None, *, top: int = 4, batch: int = 16
-) -> pd.DataFrame:
-    """`probes.track` with the table at `path` saved after every step.
+    path: str | Path, ladder: Ladder, needles: Needles, heads: Heads = None, *, top: int = 4, batch: int = 16,
+    compat: Any = None,
+) -> pd.DataFrame:  # fmt: skip
+    """`probes.track` with the table at `path` saved after every step, and its records per prompt at `samples_of(path)`.
 
     Steps already there for the same prompts, heads and weights are kept; a table of another measurement is an error.
     """
-    file = Path(path)
-    chosen, measured = choose_heads(ladder, needles, heads, top=top, batch=batch)
-    settings = {"heads": chosen, "needles": needles_hash(measured)}
+    file, records = Path(path), samples_of(path)
+    plan = Plan.of(ladder, needles, heads, top=top, batch=batch, compat=compat)
+    settings = {"heads": plan.heads, "needles": needles_hash(plan.needles), "compat": compat}
+    if heads == "each":
+        settings |= {"top": top, "choose": needles_hash(plan.choose)}
+    settings = json.loads(json.dumps(settings))
     done: Any = pd.DataFrame()
     hashes: dict[str, str] = {}
     if file.is_file():
-        done, facts = read_table(file)
-        before = facts.get("settings", {})
-        if before.get("needles") != settings["needles"] or not _same_heads(before.get("heads"), chosen):
+        before = read_table(file)[1].get("settings", {})
+        if any(before.get(name) != value for name, value in settings.items()):
             raise ValueError(f"{file}: holds another measurement (other prompts or heads); choose another --out")
-        hashes = before.get("hashes", {})
+        if records.is_file():
+            done, facts = read_table(records)
+            hashes = facts.get("settings", {}).get("hashes", {})
     for step, checkpoint in tqdm(ladder, desc="track", disable=len(ladder) < 3):
         try:
             digest = checkpoint.weight_hash()
@@ -42,21 +48,19 @@ def track_to(
         except (ValueError, OSError) as error:
             warnings.warn(f"step {step} left out: {error}", stacklevel=2)
             continue
-        rows = track_step(model, measured, chosen, batch=batch)
-        rows.insert(0, "step", step)
-        rows.insert(1, "tokens", ladder.tokens(step))
+        rows = plan.measure(model, step, ladder.tokens(step))
         kept = done[done["step"] != step] if len(done) else done
         done = pd.concat([kept, rows], ignore_index=True) if len(kept) else rows
         done = done.sort_values("step", kind="stable", ignore_index=True)
         hashes[str(step)] = digest
-        save_table(done, file, provenance("track", ladder.path, **settings, hashes=hashes))
+        facts = provenance("track", ladder.path, **settings, hashes=hashes)
+        save_table(done, records, {**facts, "measurement": "track-samples"})
+        save_table(over_samples(done), file, facts)
     if not len(done):
         raise ValueError(f"{ladder.path}: no step could be loaded")
-    return done
+    return over_samples(done)
 
 
-def _same_heads(a: object, b: object) -> bool:
-    def plain(x: object) -> object:
-        return x if isinstance(x, str | None) else [tuple(h) for h in x]  # type: ignore[attr-defined]
-
-    return plain(a) == plain(b)
+def samples_of(path: str | Path) -> Path:
+    """Where the records per prompt of a tracking table are."""
+    return Path(path).with_name(Path(path).stem + "-samples.parquet")

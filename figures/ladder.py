@@ -18,6 +18,7 @@ from .token_axis import token_axis
 
 NAME = "formation"
 KEY = ["layer", "site", "head"]
+FORMED = ("threshold", "step", "low", "high", "censored")
 PANELS = {
     "entropy": "row entropy\n(nats)",
     "mass": "needle mass\n(probability)",
@@ -44,17 +45,22 @@ def formation(
     width: float | int = SINGLE,
     log_steps: bool = False,
     mark: float | int | None = None,
+    formed: pd.DataFrame | None = None,
 ) -> Figure:
     """Entropy, needle mass, copy score, accuracy and Q/K drift against step, in panels that share the axis.
 
     Reads step, layer, site, head, kind, entropy, mass, copy of `track` (tokens, the upper axis, and accuracy
     where present) and step, layer, site, head, qk_rel of `drift`. Thin lines in the kind's colour, one dash
     pattern per head, are the followed heads: `heads`, as (layer, head) or (layer, site, head), or else the
-    `top` ones by mass at the last step; the thick line is their mean. `mark` draws a vertical line at a step,
-    such as the formation step. Raises ValueError naming a missing column, an unknown kind or head.
+    `top` ones by mass at the last step; the thick line is their mean. Heads chosen at each step, which come and go, are
+    drawn as that mean alone. `mark` draws a vertical line at a step. `formed` (threshold, step, low, high, censored)
+    puts the formation steps at their thresholds into the mass panel, with their intervals; an open triangle is a
+    threshold not reached by the last step, or reached before the first. Raises ValueError naming a missing column, an
+    unknown kind or head.
     """
     rows = single(check(track, NAME, "step", *KEY, "kind", "entropy", "mass", "copy"), NAME, "step", *KEY)
-    followed = _followed(rows, heads, top)
+    changing = heads is None and _changing(rows)
+    followed = rows[["step", *KEY, "kind"]].assign(name="") if changing else _followed(rows, heads, top)
     tables: dict[str, Rows] = {"entropy": rows, "mass": rows, "copy": rows}
     if has_values(rows, "accuracy"):
         tables["accuracy"] = rows
@@ -68,7 +74,12 @@ def formation(
     panels = list(grid[: len(tables)])
     for spare in grid[len(tables) :]:
         spare.axis("off")
-    labels = [_panel(axes, tables[column], column, followed) for axes, column in zip(panels, tables, strict=True)]
+    labels = [
+        _panel(axes, tables[column], column, followed, alone=not changing)
+        for axes, column in zip(panels, tables, strict=True)
+    ]
+    if formed is not None:
+        _formed(panels[list(tables).index("mass")], check(formed, NAME, *FORMED), numbers(rows, "step"))
     steps = np.unique(numbers(rows, "step"))
     if log_steps:
         panels[0].set_xscale("symlog", linthresh=float(steps[steps > 0].min()))
@@ -107,14 +118,32 @@ def _followed(track: Rows, heads: Sequence[tuple[int, ...]] | None, top: int) ->
     return chosen[[*KEY, "kind"]].assign(name=names)
 
 
-def _panel(axes: Axes, table: Rows, column: str, followed: Rows) -> list[Label]:
+def _changing(rows: Rows) -> bool:
+    """Whether the steps hold different heads."""
+    return len({frozenset(map(tuple, step[KEY].to_numpy())) for _, step in rows.groupby("step")}) > 1
+
+
+def _formed(axes: Axes, formed: Rows, steps: np.ndarray) -> None:
+    """Formation steps, each at its threshold, with the part of its interval that the ladder covers."""
+    first, last = steps.min(), steps.max()
+    for threshold, step, low, high, censored in formed[list(FORMED)].itertuples(index=False):
+        if low == low:  # known
+            axes.plot(np.clip([low, high], first, last), [threshold] * 2, color=INK, linewidth=0.8, zorder=3)
+        marker = {"": "o", "right": ">", "left": "<"}[censored]
+        face = "white" if censored else INK
+        look = {"markersize": 4, "markerfacecolor": face, "markeredgecolor": INK, "zorder": 3.1, "clip_on": False}
+        axes.plot([step], [threshold], marker, label=f"_formed {threshold:g}", **look)
+
+
+def _panel(axes: Axes, table: Rows, column: str, followed: Rows, alone: bool = True) -> list[Label]:
     dress(axes, ylabel=PANELS[column]).yaxis.label.set_fontsize(SMALL)
-    mine = table.merge(followed[[*KEY, "name"]], on=KEY)
+    on = [c for c in ("step", *KEY) if c in followed]
+    mine = table.merge(followed[[*on, "name"]], on=on)
     if mine.empty:
         raise ValueError(f"figures.{NAME}: no followed head has a row for {column!r}")
     ends, mean = [], mine.groupby("step")[column].mean()
     x, y = mean.index.to_numpy(dtype=float), mean.to_numpy(dtype=float)
-    if column != "accuracy":  # which is the model's, the same for every head
+    if alone and column != "accuracy":  # which is the model's, the same for every head
         for i, (name, kind) in enumerate(followed[["name", "kind"]].itertuples(index=False)):
             line, style = mine.loc[mine["name"] == name].sort_values("step"), kind_style(kind, NAME)
             a, b = numbers(line, "step"), numbers(line, column)
@@ -123,7 +152,7 @@ def _panel(axes: Axes, table: Rows, column: str, followed: Rows) -> list[Label]:
                 axes.plot(a, b, color=style.color, linewidth=0.8, linestyle=dash, label=name)
                 ends.append(Label(float(a[-1]), float(b[-1]), name, style.color, style.ink))
     if len(ends) != 1:
-        name = "mean" if ends else "model"
+        name = "mean" if ends or column != "accuracy" else "model"
         axes.plot(x, y, color=INK, linewidth=1.7, label=name, zorder=1.9)
         ends.append(Label(float(x[-1]), float(y[-1]), name, INK))
     if column in ("mass", "copy", "accuracy"):

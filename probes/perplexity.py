@@ -93,6 +93,16 @@ def long_context_gain(
 
     >>> long_context_gain(model, documents, context=256)
     """
+    _, whole, short = context_losses(model, tokens, context, stride, batch_size)
+    return float((short - whole).mean())
+
+
+@torch.no_grad()
+def context_losses(
+    model: Instrumented, tokens: Tensor, context: int, stride: int = 1, batch_size: int = 32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [R] and their losses [B,R] with all context and with the last `context` tokens alone; see
+    `long_context_gain`."""
     for name, value in (("context", context), ("stride", stride)):
         if value < 1:
             raise ValueError(f"{name}={value}: expected >= 1")
@@ -100,20 +110,21 @@ def long_context_gain(
     length, needed = tokens.shape[1], context + 2
     if length < needed:
         raise ValueError(f"tokens: {length} long; to compare with a context of {context} they must be >= {needed}")
+    tokens = tokens.to(next(model.embedding().parameters()).device)
     rows = torch.arange(context, length - 1, stride, device=tokens.device)
-    gains = []
-    with tqdm(total=tokens.shape[0] * len(rows), desc="long_context_gain", unit="row", delay=2) as bar:
+    whole, short = [], []
+    with tqdm(total=tokens.shape[0] * len(rows), desc="short contexts", unit="row", delay=2) as bar:
         for document in tokens:
             target = document[rows + 1]
-            whole = _row_losses(model, model.hidden(document[None])[0], rows, target)
+            whole.append(_row_losses(model, model.hidden(document[None])[0], rows, target))
             windows = document.unfold(0, context, 1)[rows - context + 1]
-            short = []
+            part = []
             for start in range(0, len(rows), batch_size):
                 last = model.hidden(windows[start : start + batch_size])[:, -1]
-                short.append(_row_losses(model, last, None, target[start : start + batch_size]))
+                part.append(_row_losses(model, last, None, target[start : start + batch_size]))
                 bar.update(last.shape[0])
-            gains.append(torch.cat(short) - whole)
-    return float(torch.cat(gains).mean())
+            short.append(torch.cat(part))
+    return rows.cpu(), torch.stack(whole), torch.stack(short)
 
 
 def _row_losses(model: Instrumented, hidden: Tensor, rows: Tensor | None, target: Tensor) -> Tensor:

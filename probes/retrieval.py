@@ -1,4 +1,4 @@
-"""Retrieval heads: which heads read the needle while the model answers, and what happens without them."""
+"""Retrieval heads: which heads read the needle while the model answers, and how sure that ranking is."""
 
 from __future__ import annotations
 
@@ -14,43 +14,58 @@ from tqdm import tqdm
 
 from ..hooks.record import Stats
 from ..hooks.sites import Site
-from .needles import Needles, answered, needle_accuracy
+from .intervals import interval, rank_interval, resample
+from .needles import Needles, answered
 
 RETRIEVAL = 0.1  # a head whose copy score reaches this is a retrieval head (arXiv 2404.15574)
+PUBLISHED_SAMPLES = 200  # that the script of arXiv 2606.15378 averages at most
+Compat = Literal["qiao2026"]
+Score = Literal["copy", "mass", "qr"]
 
 
 def retrieval_heads(
     model: Any,
     needles: Needles,
-    score: Literal["copy", "mass"] = "copy",
+    score: Score = "copy",
     *,
     rows: Literal["answer", "published"] = "answer",
     only_answered: bool = True,
     generate: bool = False,
     full_only: bool = True,
+    compat: Compat | None = None,
+    null_query: Sequence[int] | None = None,
+    bootstrap: int = 1000,
+    seed: int = 0,
     batch: int = 16,
 ) -> pd.DataFrame:
-    """Score every softmax head for reading the needle; best first. [layer, site, head, kind, score, retrieval, n]
+    """Score every softmax head for reading the needle; best first.
+
+    [layer, site, head, kind, score, low, high, rank_low, rank_high, retrieval, n]: the mean over n prompts, and 95%
+    intervals of score and rank over `bootstrap` draws of prompts (heads that tie share ranks).
 
     `copy` (arXiv 2404.15574): share of answer positions at which the head's most attended key lies in the needle's
     value and holds the very token being emitted; `retrieval` is score >= 0.1. Teacher-forced, in one forward pass;
     `generate=True` scores the tokens that greedy decoding emits instead. `mass` (arXiv 2606.15378): attention on the
-    value from the answer rows, or (`rows="published"`) from the row before the prompt's last. Averages are over the
-    samples that the model answers, unless `only_answered=False`. Heads of window sites are left out unless
-    `full_only=False`.
+    value from the answer rows, or (`rows="published"`) from the row before the prompt's last. `qr` (QRHead, arXiv
+    2506.09944): attention on the needle, averaged over the question's rows, minus the same under a question that asks
+    nothing: `null_query` token ids, or the haystack text that would stand in the needle's place, repeated to length.
+    Averages are over the samples that the model answers, unless `only_answered=False`. Heads of window sites are left
+    out unless `full_only=False`.
 
-    Raises ValueError when the model answers none of the prompts, or has no site to rank.
+    `compat="qiao2026"` gives the published script's mass score, as docs/PROTOCOLS describes it: the value found as a
+    substring of the prompt's tokens, every occurrence counted and prompts without one left out, from the row before
+    the prompt's last, over the first 200 prompts, answered or not.
+
+    Raises ValueError when the model answers none of the prompts, has no site to rank, or options do not go together.
 
     >>> hs.retrieval_heads(model, needles).head(10)
     """
-    if score not in ("copy", "mass"):
-        raise ValueError(f'score={score!r}: expected "copy" or "mass"')
-    if rows not in ("answer", "published"):
-        raise ValueError(f'rows={rows!r}: expected "answer" or "published"')
-    if rows == "published" and score == "copy":
-        raise ValueError('rows="published" lies before the answer, where nothing is copied; it goes with score="mass"')
+    _check(needles, score, rows, generate, compat, null_query)
     sites = ranked_sites(model, full_only)
-    if only_answered:
+    where = None
+    if compat:
+        needles, where = published_prompts(needles)
+    elif only_answered:
         ok = answered(model, needles, batch)
         if not bool(ok.any()):
             raise ValueError(
@@ -60,25 +75,39 @@ def retrieval_heads(
         needles = needles[ok]
     if generate:
         needles = emitted(model, needles, batch)
-    totals = {site: torch.zeros(site.heads, dtype=torch.float64) for site in sites}
-    for part in tqdm(list(needles.batches(batch)), desc=f"{score} score", disable=len(needles) <= 4 * batch):
-        scores = head_scores(model, part, sites, published_row=rows == "published")
+    parts: dict[Site, list[Tensor]] = {site: [] for site in sites}
+    every = torch.arange(len(needles)).split(batch)
+    for index in tqdm(every, desc=f"{score} score", disable=len(every) <= 4):
+        part = needles[index]
+        if score == "qr":
+            scores = query_scores(model, part, sites, null_query)
+        else:
+            early, value = bool(compat) or rows == "published", None if where is None else where[index]
+            scores = {s: x[score] for s, x in head_scores(model, part, sites, published_row=early, value=value).items()}
         for site in sites:
-            totals[site] += scores[site][score].sum(0)
-    frames = []
-    for site in sites:
-        value = (totals[site] / len(needles)).numpy()
-        flag = {"retrieval": value >= RETRIEVAL} if score == "copy" else {}
-        frames.append(_heads(site, score=value, **flag, n=len(needles)))
-    table = pd.concat(frames, ignore_index=True)
+            parts[site].append(scores[site])
+    table = _table(sites, torch.cat([torch.cat(parts[site]) for site in sites], 1).numpy(), bootstrap, seed)
+    if score == "copy":
+        table.insert(len(table.columns) - 1, "retrieval", table["score"] >= RETRIEVAL)
     return table.sort_values("score", ascending=False, kind="stable", ignore_index=True)
 
 
 def head_scores(
-    model: Any, needles: Needles, sites: Sequence[Site], *, published_row: bool = False, last_rows: int = 0
+    model: Any,
+    needles: Needles,
+    sites: Sequence[Site],
+    *,
+    published_row: bool = False,
+    last_rows: int = 0,
+    value: Tensor | None = None,
+    published_norm: bool = False,
 ) -> dict[Site, dict[str, Tensor]]:
     """Per sample and head, [N,H] in fp64: `copy` and `mass` at the answer rows and, over the last `last_rows` rows,
-    mean `entropy` (nats) and `entropy_norm`."""
+    mean `entropy` (nats) and `entropy_norm`.
+
+    `value` [N,T]: columns that `mass` counts, in place of the needle's value. `published_norm` divides the entropy of
+    row i by log(i + 1), whatever the row sees, as the published script does (NaN at row 0).
+    """
     device = next(model.parameters()).device
     moved, spans = needles.to(device), needles.spans["value"].to(device)
     A = needles.answer_rows.shape[1]
@@ -88,8 +117,8 @@ def head_scores(
     if published_row:
         answer = (answer[:, :1] - 1).expand(-1, A)
     tail = torch.arange(T - last_rows, T, device=device).expand(len(needles), -1)
-    wanted = Stats(rows=torch.cat([answer, tail], 1), labels=needles.key_labels().to(device))
-    with torch.no_grad(), model.record(stats=wanted) as rec:
+    labels = needles.key_labels() if value is None else value.to(torch.uint8)
+    with torch.no_grad(), model.record(stats=Stats(rows=torch.cat([answer, tail], 1), labels=labels.to(device))) as rec:
         model.hidden(moved.tokens, moved.attention_mask)
     out = {}
     for site in sites:
@@ -101,13 +130,64 @@ def head_scores(
         inside = ((columns >= spans[:, :1]) & (columns < spans[:, 1:])).gather(1, top.flatten(1)).view_as(top)
         same = moved.tokens.gather(1, top.flatten(1)).view_as(top) == moved.answers[..., None]
         copied = ((inside & same & real).sum(1)).double() / count
+        entropy, norm = s.entropy[:, A:].double(), s.entropy_norm[:, A:].double()
+        if published_norm:
+            norm = entropy / _real_position(moved, tail).add(1).double().log()[..., None]
         out[site] = {
-            "copy": copied.cpu(),
-            "mass": mass.cpu(),
-            "entropy": s.entropy[:, A:].double().mean(1).cpu(),
-            "entropy_norm": s.entropy_norm[:, A:].double().mean(1).cpu(),
-        }
+            "copy": copied.cpu(), "mass": mass.cpu(), "entropy": entropy.mean(1).cpu(),
+            "entropy_norm": norm.mean(1).cpu(),
+        }  # fmt: skip
     return out
+
+
+def query_scores(
+    model: Any, needles: Needles, sites: Sequence[Site], null_query: Sequence[int] | None = None
+) -> dict[Site, Tensor]:
+    """The QR score of each sample and head, [N,H] in fp64; see `retrieval_heads`."""
+    device = next(model.parameters()).device
+    question = needles.spans["question"]
+    length = question[:, 1] - question[:, 0]
+    steps = torch.arange(int(length.max()))
+    columns = (question[:, :1] + steps).clamp(max=needles.tokens.shape[1] - 1)
+    asked = (steps < length[:, None]).to(device)[..., None]
+    empty = needles.tokens.clone()
+    for i, (first, last) in enumerate(question.tolist()):
+        text = null_query
+        if text is None:
+            assert needles.removed is not None  # `_check`
+            text = needles.removed[i, slice(*needles.spans["needle"][i].tolist())].tolist()
+        empty[i, first:last] = torch.tensor(text).repeat(-(-(last - first) // len(text)))[: last - first]
+    mask = None if needles.attention_mask is None else needles.attention_mask.to(device)
+    out: dict[Site, Tensor] = {}
+    for sign, tokens in ((1, needles.tokens), (-1, empty)):
+        wanted = Stats(rows=columns.to(device), labels=needles.key_labels().to(device), top1=False, distance=False)
+        with torch.no_grad(), model.record(stats=wanted) as rec:
+            model.hidden(tokens.to(device), mask)
+        for site in sites:
+            mass = rec.stats(site.layer, site.index).mass[..., 1].double()
+            mean = ((mass * asked).sum(1) / asked.sum(1)).cpu()
+            out[site] = out.get(site, 0) + sign * mean
+    return out
+
+
+def published_prompts(needles: Needles, most: int = PUBLISHED_SAMPLES) -> tuple[Needles, Tensor]:
+    """The prompts that the script of arXiv 2606.15378 averages and, for each, the columns where it sees the value:
+    every occurrence of the answer's tokens in the prompt. ValueError where no prompt has one."""
+    needles = needles[: min(most, len(needles))]
+    where = torch.zeros_like(needles.tokens, dtype=torch.bool)
+    starts = torch.zeros(len(needles), dtype=torch.int64)
+    if needles.attention_mask is not None:
+        starts = needles.attention_mask.int().argmax(1)
+    for i, answer in enumerate(needles.answers):
+        answer, first, end = answer[answer >= 0], int(starts[i]), int(needles.query_row[i]) + 1
+        if end - first < len(answer):
+            continue
+        found = (needles.tokens[i, first:end].unfold(0, len(answer), 1) == answer).all(1).nonzero()[:, 0]
+        where[i, (first + found[:, None] + torch.arange(len(answer))).flatten()] = True
+    kept = where.any(1)
+    if not bool(kept.any()):
+        raise ValueError(f'compat="qiao2026": the answer\'s tokens stand in none of the {len(needles)} prompts')
+    return needles[kept], where[kept]
 
 
 @torch.no_grad()
@@ -131,52 +211,6 @@ def emitted(model: Any, needles: Needles, batch: int = 16) -> Needles:
     return dataclasses.replace(needles, tokens=tokens, answers=answers)
 
 
-def causal_check(
-    model: Any,
-    needles: Needles,
-    heads: pd.DataFrame,
-    *,
-    k: int = 10,
-    draws: int = 5,
-    seed: int = 0,
-    batch: int = 16,
-) -> pd.DataFrame:
-    """Needle accuracy without the top-k heads of a `retrieval_heads` table, against k random heads of the same layers.
-
-    [ablated ("none" | "top" | "random"), draw, k, accuracy]. Random heads are never top heads; they come from the
-    layers of the top k, as many from each, and where a layer has too few others, from other sites of the same kinds.
-    Raises ValueError for k outside the table, or where fewer than k other heads are left to draw.
-    """
-    if not 1 <= k <= len(heads):
-        raise ValueError(f"k={k}: expected 1..{len(heads)}, the heads in the table")
-    top = [tuple(map(int, h)) for h in heads[["layer", "site", "head"]].head(k).to_numpy()]
-    rows = [("none", 0, 0, needle_accuracy(model, needles, batch))]
-    with model.ablate(top):
-        rows.append(("top", 0, k, needle_accuracy(model, needles, batch)))
-    rng = np.random.default_rng(seed)
-    for draw in range(draws):
-        with model.ablate(random_heads(model, top, rng)):
-            rows.append(("random", draw, k, needle_accuracy(model, needles, batch)))
-    return pd.DataFrame(rows, columns=["ablated", "draw", "k", "accuracy"])
-
-
-def random_heads(model: Any, top: Sequence[tuple[int, ...]], rng: np.random.Generator) -> list[tuple[int, int, int]]:
-    """As many heads as `top` has, none of them in it: from the same sites where those have enough others."""
-    chosen = {(model.sites.head(h)[0], h[-1]) for h in top}
-    kinds = {site.kind for site, _ in chosen}
-    sites = list(dict.fromkeys(model.sites.head(h)[0] for h in top))
-    free = {s: [h for h in range(s.heads) if (s, h) not in chosen] for s in model.sites if s.kind in kinds}
-    if sum(map(len, free.values())) < len(top):
-        raise ValueError(f"k={len(top)}: only {sum(map(len, free.values()))} other heads to compare with")
-    out = []
-    for site in sites:
-        wanted = sum(s is site for s, _ in chosen)
-        out += [(site, int(h)) for h in rng.permutation(free[site])[:wanted]]
-    rest = [(s, h) for s, heads in free.items() for h in heads if (s, h) not in out]
-    out += [rest[i] for i in rng.permutation(len(rest))[: len(top) - len(out)]]
-    return [(site.layer, site.index, head) for site, head in out]
-
-
 def ranked_sites(model: Any, full_only: bool) -> list[Site]:
     """The softmax sites whose heads compete; ValueError where there are none."""
     sites = [s for s in model.sites if s.kind == "full" or (s.softmax and not full_only)]
@@ -186,6 +220,41 @@ def ranked_sites(model: Any, full_only: bool) -> list[Site]:
     return sites
 
 
-def _heads(site: Site, **columns: Any) -> pd.DataFrame:
-    place = {"layer": site.layer, "site": site.index, "head": np.arange(site.heads), "kind": site.kind}
-    return pd.DataFrame({**place, **columns})
+def _check(needles: Needles, score: str, rows: str, generate: bool, compat: str | None, null_query: Any) -> None:
+    if score not in ("copy", "mass", "qr"):
+        raise ValueError(f'score={score!r}: expected "copy", "mass" or "qr"')
+    if rows not in ("answer", "published"):
+        raise ValueError(f'rows={rows!r}: expected "answer" or "published"')
+    if rows == "published" and score != "mass":
+        raise ValueError(f'rows="published" lies before the answer; it goes with score="mass", not {score!r}')
+    check_compat(compat)
+    if compat and (score != "mass" or generate):
+        raise ValueError('compat="qiao2026" is a mass score: it goes with score="mass", without generate')
+    if null_query is not None and (score != "qr" or not len(null_query)):
+        raise ValueError('null_query: token ids that ask nothing, at least one, for score="qr"')
+    if score == "qr" and ("question" not in needles.spans or (needles.removed is None and null_query is None)):
+        raise ValueError('score="qr" needs to know the question (and without null_query the haystack): made needles')
+
+
+def check_compat(compat: str | None) -> None:
+    """ValueError for scripts that we do not know."""
+    if compat not in (None, "qiao2026"):
+        raise ValueError(f'compat={compat!r}: expected "qiao2026" or None')
+
+
+def _real_position(needles: Needles, columns: Tensor) -> Tensor:
+    """Columns [N,R] counted from each sample's first real token."""
+    if needles.attention_mask is None:
+        return columns
+    return (needles.attention_mask.long().cumsum(1) - 1).gather(1, columns)
+
+
+def _table(sites: Sequence[Site], scores: np.ndarray, bootstrap: int, seed: int) -> pd.DataFrame:
+    """One row per head, from the scores [N, heads of all sites]."""
+    if bootstrap < 1:
+        raise ValueError(f"bootstrap={bootstrap}: expected >= 1 draws")
+    drawn = resample(len(scores), bootstrap, np.random.default_rng(seed)) @ scores / len(scores)
+    (low, high), (best, worst) = interval(drawn), rank_interval(drawn.round(12))  # rounded: ties stay ties
+    places = [(s.layer, s.index, h, s.kind) for s in sites for h in range(s.heads)]
+    table = pd.DataFrame(places, columns=["layer", "site", "head", "kind"])
+    return table.assign(score=scores.mean(0), low=low, high=high, rank_low=best, rank_high=worst, n=len(scores))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
+import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from ..hooks.ladder import Ladder
 from ..hooks.ladder import ladder as open_ladder
-from .needles import Needles, needle_accuracy
-from .retrieval import head_scores, ranked_sites, retrieval_heads
+from .needles import Needles, answered
+from .retrieval import Compat, check_compat, head_scores, published_prompts, ranked_sites, retrieval_heads
 
-Heads = Sequence[tuple[int, ...]] | Literal["all"] | None
+Heads = Sequence[tuple[int, ...]] | Literal["all", "each"] | None
+HEAD = ["layer", "site", "head", "kind"]
+MEASURES = ["entropy", "entropy_norm", "mass", "copy", "accuracy"]
+PUBLISHED_SAMPLES = 500  # that the script of arXiv 2606.15378 takes entropies of at most
 
 
 def track(
@@ -25,23 +31,29 @@ def track(
     *,
     top: int = 4,
     last_rows: int = 4,
+    samples: bool = False,
+    compat: Compat | None = None,
     batch: int = 16,
 ) -> pd.DataFrame:
     """Follow heads through training.
 
     [step, tokens, layer, site, head, kind, entropy, entropy_norm, mass, copy, accuracy]. `heads`: (layer, head) or
     (layer, site, head) tuples; "all" full-attention heads; None: the `top` heads by needle mass at the final step,
-    chosen on the first half of the prompts and measured on the second. `entropy` (nats, and normalised by log visible
-    keys) is the mean over the last `last_rows` query rows; `mass` and `copy` are at the answer rows; all prompts
-    count, answered or not, with the accuracy beside them (arXiv 2606.15378). A step that fails to load is warned about
-    and left out.
+    followed back; "each": the `top` heads of each step itself. They are chosen on the first half of the prompts and
+    measured on the second. `entropy` (nats, and normalised by log visible keys) is the mean over the last `last_rows`
+    query rows; `mass` and `copy` are at the answer rows; all prompts count, answered or not, with the accuracy beside
+    them (arXiv 2606.15378). `samples=True`: one record per prompt, numbered in column `sample`, which is what
+    `formation_step` takes intervals from. A step that fails to load is warned about and left out.
 
-    Raises ValueError for a head outside the model, or a ladder of which nothing loads.
+    `compat="qiao2026"`: the published script's numbers: heads chosen and `mass` as in `retrieval_heads(compat=...)`,
+    `entropy_norm` divided by log(i + 1) at row i whatever the row sees, over at most 500 prompts.
+
+    Raises ValueError for a head outside the model, a ladder whose shapes change, or one of which nothing loads.
 
     >>> table = hs.track(hs.ladder("runs/demo/ladder"), needles)
     """
     ladder = open_ladder(ladder) if isinstance(ladder, str | Path) else ladder
-    heads, needles = choose_heads(ladder, needles, heads, top=top, batch=batch)
+    plan = Plan.of(ladder, needles, heads, top=top, last_rows=last_rows, compat=compat, batch=batch)
     frames = []
     for step, checkpoint in tqdm(ladder, desc="track", disable=len(ladder) < 3):
         try:
@@ -49,25 +61,77 @@ def track(
         except (ValueError, OSError) as error:
             warnings.warn(f"step {step} left out: {error}", stacklevel=2)
             continue
-        frames.append(track_step(model, needles, heads, last_rows=last_rows, batch=batch))
-        frames[-1].insert(0, "step", step)
-        frames[-1].insert(1, "tokens", ladder.tokens(step))
+        frames.append(plan.measure(model, step, ladder.tokens(step)))
     if not frames:
         raise ValueError(f"{ladder.path}: no step could be loaded")
-    return pd.concat(frames, ignore_index=True)
+    every = pd.concat(frames, ignore_index=True)
+    return every if samples else over_samples(every)
 
 
-def choose_heads(
-    ladder: Ladder, needles: Needles, heads: Heads, *, top: int = 4, batch: int = 16
-) -> tuple[Sequence[tuple[int, ...]] | Literal["all"], Needles]:
-    """The heads to follow and the prompts to measure them on; see `track`."""
-    if heads is not None:
-        return heads, needles
-    if len(needles) < 2:
-        raise ValueError("track: choosing heads and measuring them takes at least 2 prompts")
-    half = len(needles) // 2
-    ranking = retrieval_heads(ladder.final.load(), needles[:half], "mass", only_answered=False, batch=batch)
-    return [tuple(map(int, h)) for h in ranking[["layer", "site", "head"]].head(top).to_numpy()], needles[half:]
+def over_samples(table: pd.DataFrame) -> pd.DataFrame:
+    """The mean over prompts of a table with a column `sample`."""
+    means: Any = table.groupby(["step", *HEAD], sort=False)[MEASURES].mean()
+    means = means.reset_index()
+    tokens = dict(zip(table["step"], table["tokens"], strict=True))
+    means.insert(1, "tokens", [tokens[step] for step in means["step"]])
+    return means
+
+
+@dataclasses.dataclass
+class Plan:
+    """What is measured at every step of a ladder: which heads, on which prompts, and how."""
+
+    heads: Sequence[tuple[int, ...]] | Literal["all", "each"]
+    needles: Needles
+    choose: Needles
+    """The prompts on which heads are chosen; those of `needles` where none are."""
+    top: int = 4
+    last_rows: int = 4
+    compat: Compat | None = None
+    batch: int = 16
+    shape: tuple[int, list[tuple[Any, ...]]] | None = None
+    """A step and what its model looks like, which every other step must look like too."""
+
+    @classmethod
+    def of(cls, ladder: Ladder, needles: Needles, heads: Heads = None, **how: Any) -> Plan:
+        """See `track`."""
+        check_compat(how.get("compat"))
+        if heads is not None and heads != "each":
+            return cls(heads, needles, needles, **how)
+        if len(needles) < 2:
+            raise ValueError("track: choosing heads and measuring them takes at least 2 prompts")
+        half = len(needles) // 2
+        plan = cls("each", needles[half:], needles[:half], **how)
+        if heads is None:
+            final = ladder.final.load()
+            plan.heads, plan.shape = plan.best(final), (ladder.final.step, shape_of(final))
+        return plan
+
+    def best(self, model: Any) -> list[tuple[int, ...]]:
+        """The `top` heads by mass, on the prompts to choose on."""
+        ranking = retrieval_heads(
+            model, self.choose, "mass", only_answered=False, compat=self.compat, bootstrap=1, batch=self.batch
+        )
+        return [tuple(map(int, h)) for h in ranking[["layer", "site", "head"]].head(self.top).to_numpy()]
+
+    def measure(self, model: Any, step: int, tokens: int | None) -> pd.DataFrame:
+        """One step, one record per prompt and head."""
+        found = shape_of(model)
+        first, expected = self.shape = self.shape or (step, found)
+        if found != expected:
+            a, b = next((a, b) for a, b in zip([*expected, None], [*found, None], strict=False) if a != b)
+            raise ValueError(f"track: a ladder is one model, and steps {first} and {step} differ: {a} became {b}")
+        heads = self.best(model) if self.heads == "each" else self.heads
+        rows = track_step(model, self.needles, heads, last_rows=self.last_rows, compat=self.compat, batch=self.batch)
+        rows.insert(0, "step", step)
+        rows.insert(1, "tokens", tokens)
+        return rows
+
+
+def shape_of(model: Any) -> list[tuple[Any, ...]]:
+    """What must not change from step to step: the vocabulary, and of each site its place, mixer and widths."""
+    sites = [(s.name, s.mixer, s.window, s.heads, s.kv_heads, s.key_dim, s.value_dim) for s in model.sites]
+    return [("vocabulary", model.vocab_size), *sites]
 
 
 def track_step(
@@ -76,9 +140,10 @@ def track_step(
     heads: Sequence[tuple[int, ...]] | Literal["all"],
     *,
     last_rows: int = 4,
+    compat: Compat | None = None,
     batch: int = 16,
 ) -> pd.DataFrame:
-    """One step of `track`, without the step columns."""
+    """One step of `track`, one record per prompt and head, without the step columns."""
     if heads == "all":
         sites = ranked_sites(model, full_only=True)
         chosen = [(site, h) for site in sites for h in range(site.heads)]
@@ -88,19 +153,21 @@ def track_step(
         for site in sites:
             if not site.softmax:
                 raise ValueError(f"track: {site.name} is {site.kind} ({site.mixer}) and has no attention to follow")
-    totals: dict[Any, dict[str, Any]] = {site: {} for site in sites}
-    for part in needles.batches(batch):
-        for site, scores in head_scores(model, part, sites, last_rows=last_rows).items():
-            for name, value in scores.items():
-                totals[site][name] = totals[site].get(name, 0) + value.sum(0)
-    accuracy = needle_accuracy(model, needles, batch)
-    rows = [
-        {
-            "layer": site.layer, "site": site.index, "head": head, "kind": site.kind,
-            **{name: float(total[head]) / len(needles) for name, total in totals[site].items()},
-            "accuracy": accuracy,
-        }
-        for site, head in chosen
-    ]  # fmt: skip
-    order = ["layer", "site", "head", "kind", "entropy", "entropy_norm", "mass", "copy", "accuracy"]
-    return pd.DataFrame(rows, columns=order)
+    where: Tensor | None = None
+    if compat:
+        needles, where = published_prompts(needles, PUBLISHED_SAMPLES)
+    parts: dict[Any, list[dict[str, Tensor]]] = {site: [] for site in sites}
+    for index in torch.arange(len(needles)).split(batch):
+        scores = head_scores(
+            model, needles[index], sites, last_rows=last_rows, published_row=bool(compat), published_norm=bool(compat),
+            value=None if where is None else where[index],
+        )  # fmt: skip
+        for site in sites:
+            parts[site].append(scores[site])
+    right = answered(model, needles, batch).double().numpy()
+    frames = []
+    for site, head in chosen:
+        values = {name: torch.cat([p[name][:, head] for p in parts[site]]).numpy() for name in MEASURES[:-1]}
+        place = {"layer": site.layer, "site": site.index, "head": head, "kind": site.kind}
+        frames.append(pd.DataFrame({"sample": range(len(needles)), **place, **values, "accuracy": right}))
+    return pd.concat(frames, ignore_index=True)

@@ -14,7 +14,8 @@ from helpers import model_of
 from planted import HEAD, LANGUAGE, MASS, STRONG, WEAK, T, needles
 
 import hybridscope as hs
-from hybridscope.probes.retrieval import emitted, head_scores, random_heads
+from hybridscope.probes.causal import random_heads
+from hybridscope.probes.retrieval import emitted, head_scores, published_prompts
 
 CLOSE = 1e-9
 SINGLE = 1e-7  # what is normalised by a log taken in fp32
@@ -182,6 +183,108 @@ def test_rows_of_shorter_answers_are_not_counted(model):
         assert (got - torch.cat(alone)).abs().max() < CLOSE
 
 
+# The QR score
+
+
+def test_the_qr_score_is_attention_on_the_needle_minus_that_under_a_question_that_asks_nothing(model, prompts):
+    """Against patterns computed in the open, for a null query of our own and for the haystack's text."""
+    filler = LANGUAGE.first_filler
+    for null in ([filler, filler + 1], None):
+        table = hs.retrieval_heads(model, prompts, "qr", null_query=null, full_only=False)
+        empty = prompts.tokens.clone()
+        haystack = prompts.removed.gather(1, prompts.spans["needle"][:, :1] + torch.arange(2))
+        empty[:, -2:] = haystack if null is None else torch.tensor(null)
+        for layer in range(3):
+            expected = 0
+            for sign, tokens in ((1, prompts.tokens), (-1, empty)):
+                with model.record(stats=hs.Stats(rows=[T - 2, T - 1], labels=prompts.key_labels() >> 1)) as rec:
+                    model(tokens)
+                expected = expected + sign * rec.stats(layer).mass[..., 0].mean(1).mean(0)
+            got = [score_of(table, layer, head) for head in range(4)]
+            assert (torch.tensor(got, dtype=torch.float64) - expected).abs().max() < CLOSE
+
+
+def test_heads_that_attend_evenly_have_no_qr_score(model, prompts):
+    table = hs.retrieval_heads(model, prompts, "qr")
+    assert table[["layer", "head"]].iloc[0].tolist() == [1, 0]
+    assert score_of(table, 1, 0) > 0.4
+    for layer, head in ((1, 1), (2, 0)):
+        assert abs(score_of(table, layer, head)) < CLOSE
+
+
+def test_the_qr_score_needs_to_know_the_question(model):
+    with pytest.raises(ValueError, match="needs to know the question"):
+        hs.retrieval_heads(model, told([LANGUAGE.first_value]), "qr")
+
+
+# How sure the ranking is
+
+
+def test_intervals_hold_the_score_and_the_rank(model, prompts):
+    half = unanswerable(prompts, slice(0, 12))
+    table = hs.retrieval_heads(model, half, "mass", only_answered=False)
+    assert ((table["low"] < table["score"] + CLOSE) & (table["score"] < table["high"] + CLOSE)).all()
+    best, second = table.iloc[0], table.iloc[1]
+    assert best["high"] - best["low"] > 0.1  # 0.9 on half of the prompts
+    assert best[["rank_low", "rank_high"]].tolist() == [1, 1]  # ... and yet the best on every draw
+    assert second[["rank_low", "rank_high"]].tolist() == [2, 2]
+
+
+def test_heads_that_cannot_be_told_apart_share_their_ranks(model, prompts):
+    table = hs.retrieval_heads(model, prompts)  # copy: two score 1 on every prompt, the others 0
+    assert table["rank_low"].tolist() == [1] * 2 + [3] * 6
+    assert table["rank_high"].tolist() == [2] * 2 + [8] * 6
+    assert (table["low"] == table["high"]).all()
+
+
+def test_at_chance_no_head_is_surely_the_best():
+    """A random model on random prompts: the leader's interval of ranks is not [1, 1]."""
+    made = hs.make_needles(40, 40, values=LANGUAGE.values, language=LANGUAGE)
+    table = hs.retrieval_heads(model_of("full", "full", heads=8, d_model=32), made, "mass", only_answered=False)
+    assert table["rank_high"].iloc[0] > 1
+    assert (table["score"] < 0.2).all()
+
+
+def test_more_prompts_narrow_the_intervals(model):
+    def width(n: int) -> float:
+        made = unanswerable(needles(n), slice(0, n // 2))
+        best = hs.retrieval_heads(model, made, "mass", only_answered=False).iloc[0]
+        return best["high"] - best["low"]
+
+    assert width(64) < 0.7 * width(16)
+
+
+# compat="qiao2026"
+
+
+def test_compat_counts_every_occurrence_of_the_value_from_the_row_before_the_last(model):
+    """A head that attends evenly puts 1/(T-1) on each: twice that where a distractor has the same value."""
+    made = needles(60, distractors=3)
+    table = hs.retrieval_heads(model, made, "mass", compat="qiao2026")
+    value = made.answers[:, 0, None]
+    times = (made.tokens == value).sum(1)
+    assert times.max() > 1
+    assert score_of(table, 2, 0) == pytest.approx(float(times.double().mean()) / (T - 1), abs=CLOSE)
+    ours = hs.retrieval_heads(model, made, "mass", rows="published", only_answered=False)
+    assert score_of(ours, 2, 0) == pytest.approx(1 / (T - 1), abs=CLOSE)
+
+
+def test_compat_leaves_out_prompts_without_the_value_and_all_after_the_first_200(model):
+    made = needles(210)
+    table = hs.retrieval_heads(model, unanswerable(made, slice(0, 50)), "mass", compat="qiao2026")
+    assert (table["n"] == 150).all()
+    with pytest.raises(ValueError, match="stand in none of the 8 prompts"):
+        hs.retrieval_heads(model, unanswerable(made, slice(0, 8))[:8], "mass", compat="qiao2026")
+
+
+def test_compat_finds_values_of_several_tokens_and_not_their_parts():
+    v = LANGUAGE.first_value
+    once, where = published_prompts(told([v, v + 1]))
+    assert where[0].nonzero()[:, 0].tolist() == list(range(*once.spans["value"][0].tolist()))
+    _, overlapping = published_prompts(told([v, v, v]))
+    assert int(overlapping.sum()) == 3
+
+
 # Which prompts count
 
 
@@ -232,7 +335,17 @@ def test_window_heads_are_ranked_on_request_only(model, prompts):
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"score": "qr"}, "score='qr'"), ({"rows": "all"}, "rows='all'"), ({"rows": "published"}, 'score="mass"')],
+    [
+        ({"score": "sum"}, "score='sum'"),
+        ({"rows": "all"}, "rows='all'"),
+        ({"rows": "published"}, 'score="mass"'),
+        ({"rows": "published", "score": "qr"}, 'score="mass"'),
+        ({"compat": "wu2024"}, "compat='wu2024'"),
+        ({"compat": "qiao2026"}, 'goes with score="mass"'),
+        ({"null_query": [3]}, "null_query"),
+        ({"score": "qr", "null_query": []}, "null_query"),
+        ({"bootstrap": 0}, "bootstrap=0"),
+    ],
 )
 def test_unknown_choices_are_errors(model, prompts, options, named):
     with pytest.raises(ValueError, match=named):
@@ -250,6 +363,25 @@ def test_ablating_the_planted_head_kills_accuracy_and_random_heads_do_not(model,
     assert accuracy.loc["top"].tolist() == [0, 0]
     assert accuracy.loc["random"].tolist() == [1, 1]
     assert (effect["ablated"] == "random").sum() == 4
+    top = effect.query("ablated == 'top'").iloc[0]
+    assert top[["effect", "effect_low", "effect_high"]].tolist() == [1, 1, 1]
+    assert effect["effect"].notna().sum() == 1
+    assert ((effect["low"] <= effect["accuracy"]) & (effect["accuracy"] <= effect["high"])).all()
+    assert top["high"] == pytest.approx(1.96**2 / (16 + 1.96**2), abs=1e-4)  # none of 16 is not surely none
+
+
+def test_heads_that_do_nothing_have_no_effect(model, prompts):
+    heads = hs.retrieval_heads(model, prompts, "mass", full_only=True)
+    idle = heads[heads["layer"] == 2]
+    effect = hs.causal_check(model, prompts, idle, k=2, draws=3)
+    assert effect.query("ablated == 'top'")[["effect", "effect_low", "effect_high"]].to_numpy().tolist() == [[0, 0, 0]]
+
+
+def test_a_model_that_answers_nothing_has_nothing_to_lose_and_says_so(model, prompts):
+    heads = hs.retrieval_heads(model, prompts)
+    with pytest.warns(UserWarning, match="answers none of the 24 prompts"):
+        effect = hs.causal_check(planted.planted({}), prompts, heads, k=1, draws=2)
+    assert (effect["accuracy"] == 0).all()
 
 
 def test_random_heads_come_from_the_same_sites_and_spare_the_top_where_they_can(model):

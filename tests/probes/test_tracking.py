@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import shutil
 import warnings
 from pathlib import Path
@@ -15,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import hybridscope as hs
 from hybridscope.experiments.tables import read_table
-from hybridscope.experiments.track import track_to
+from hybridscope.experiments.track import samples_of, track_to
 from hybridscope.hooks.checkpoint import Checkpoint, write_json
 
 FOLLOWED = [(1, 0), (1, 0, 2)]
@@ -141,6 +143,55 @@ def test_heads_of_a_recurrence_have_nothing_to_follow(tmp_path):
         hs.track(hs.ladder(tmp_path), made, [(0, 0)])
 
 
+def test_records_per_prompt_average_to_the_table(ladder):
+    made = needles(6)
+    table, every = (hs.track(ladder, made, FOLLOWED, samples=s) for s in (False, True))
+    assert len(every) == 6 * len(table)
+    assert every["sample"].unique().tolist() == list(range(6))
+    means = every.groupby(["step", "layer", "site", "head"], sort=False, as_index=False)["mass"].mean()
+    assert means["mass"].equals(table["mass"])
+    alone = hs.track(ladder, made[2:3], FOLLOWED)
+    own = every[every["sample"] == 2].reset_index(drop=True)
+    for name in ("mass", "copy", "entropy", "accuracy"):
+        assert (own[name] - alone[name]).abs().max() < 1e-12
+
+
+def test_heads_chosen_at_each_step_are_the_best_of_that_step(tmp_path):
+    """Head 2 leads at first and head 0 at the end; following the final step's head back misses the first."""
+    for step, first, second in ((0, 1.0, 3.0), (10, 2.0, 3.0), (20, STRONG, 3.0)):
+        planted.planted({0: first, 2: second}).save(tmp_path / f"step-{step}")
+    ladder = hs.ladder(tmp_path)
+    each, back = hs.track(ladder, needles(16), "each", top=1), hs.track(ladder, needles(16), top=1)
+    assert each["head"].tolist() == [2, 2, 0]
+    assert back["head"].tolist() == [0, 0, 0]
+    assert each["mass"].tolist() == pytest.approx([planted.mass_of(s) for s in (3.0, 3.0, STRONG)], abs=1e-9)
+
+
+def test_compat_divides_the_entropy_of_row_i_by_the_log_of_i_plus_1_whatever_it_sees(ladder):
+    """Under a window of 2 that is log 2 over log(i + 1); where every key is visible it is our own."""
+    made, heads = needles(4), [(0, 0), (2, 0)]
+    table = hs.track(ladder, made, heads, last_rows=1, compat="qiao2026").query("step == 20").set_index("layer")
+    assert table["entropy_norm"][0] == pytest.approx(math.log(2) / math.log(T), abs=1e-9)
+    assert table["entropy_norm"][2] == pytest.approx(1, abs=1e-9)
+    ours = hs.track(ladder, made, heads, last_rows=1).query("step == 20").set_index("layer")
+    assert ours["entropy_norm"].to_numpy() == pytest.approx(1, abs=1e-6)
+    assert table["entropy"].to_numpy() == pytest.approx(ours["entropy"].to_numpy())
+    assert table["mass"][2] == pytest.approx(1 / (T - 1), abs=1e-9)  # from the row before the prompt's last
+    with pytest.raises(ValueError, match="compat='wu'"):
+        inspect.unwrap(hs.track)(ladder, made, heads, compat="wu")
+
+
+def test_a_ladder_whose_shapes_change_is_an_error_that_names_the_steps(tmp_path):
+    for step, heads in ((0, 4), (10, 2)):
+        model_of("swa:4", "full", heads=heads, seed=step).save(tmp_path / f"step-{step}")
+    made = hs.make_needles(8, 30)
+    made.tokens %= 41
+    with pytest.raises(ValueError, match=r"a ladder is one model, and steps 0 and 10 differ: .*swa:4.* became .*swa:4"):
+        hs.track(hs.ladder(tmp_path), made, [(1, 0)])
+    with pytest.raises(ValueError, match="steps 10 and 0 differ"):  # chosen at the final step
+        track_to(tmp_path / "t.parquet", hs.ladder(tmp_path), made)
+
+
 def test_one_prompt_cannot_be_halved(ladder):
     with pytest.raises(ValueError, match="at least 2 prompts"):
         hs.track(ladder, needles(1))
@@ -157,6 +208,19 @@ def test_the_table_on_disk_is_what_track_returns(ladder, tmp_path):
     assert stored.equals(hs.track(ladder, made, FOLLOWED))
     assert facts["measurement"] == "track"
     assert set(facts["settings"]["hashes"]) == {"0", "10", "20"}
+    records, _ = read_table(samples_of(tmp_path / "t.parquet"))
+    assert records.equals(hs.track(ladder, made, FOLLOWED, samples=True))
+
+
+def test_heads_chosen_at_each_step_resume_too(ladder, tmp_path, loads):
+    file = tmp_path / "t.parquet"
+    table = track_to(file, ladder, needles(8), "each", top=2)
+    assert table.equals(hs.track(ladder, needles(8), "each", top=2))
+    loads.clear()
+    assert track_to(file, ladder, needles(8), "each", top=2).equals(table)
+    assert loads == []
+    with pytest.raises(ValueError, match="holds another measurement"):
+        track_to(file, ladder, needles(8), "each", top=1)
 
 
 def test_an_interrupted_table_resumes_and_no_step_is_measured_twice(ladder, tmp_path, loads, monkeypatch):
