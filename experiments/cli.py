@@ -1,5 +1,5 @@
-"""Command line: `hybridscope demo | train | probe | cap | heads | track | influence | perplexity | plot | doctor |
-bench`."""
+"""Command line: `hybridscope demo | train | probe | cap | heads | track | influence | perplexity | fit | cost |
+plot | doctor | bench`."""
 
 from __future__ import annotations
 
@@ -91,6 +91,8 @@ def probe(
     values: int | None = None,
     seeds: int = 5,
     seed: int = 0,
+    solver: Literal["auto", "torch", "sklearn"] = "auto",
+    features_dir: Path | None = None,
     out: Path | None = None,
 ) -> None:
     """Layer-wise needle probe: from which layer on can a linear classifier read the needle?
@@ -104,18 +106,25 @@ def probe(
         values: Candidate values (8 for English; the token language brings its own).
         seeds: Random splits.
         seed: Seed of the prompts.
+        solver: torch fits all layers at once; sklearn one by one, the reference.
+        features_dir: Folder to stream features to; a run that was killed goes on from it.
         out: Table to write; the figure goes beside it.
     """
     from .. import figures
-    from ..probes.layerwise import probe_layers
+    from ..probes.layerwise import measure
 
     file = place("probe", source, out)
     model = _load(source)
     values = values if values or model.tokenizer is None else 8
     needles = _needles(model, source, n, length, haystack, values, seed)
-    table = probe_layers(model, needles, target, seeds=seeds)
-    columns = ["layer", "kind", "mixer", "accuracy", "low", "high", "gain", "chance"]
+    measured = measure(model, needles, target, seeds=seeds, solver=solver, features_dir=features_dir)
+    table = measured.table()
+    columns = ["layer", "kind", "mixer", "accuracy", "low", "high", "gain", "gain_low", "gain_high", "chance"]
     show(table.query("control == 'none' and where == 'mid'")[columns])
+    try:
+        show(measured.gains())
+    except ValueError as error:
+        print(f"gains by part of the model: {error}")
     keep(table, "probe", source, file, figures.probe_curve(table), n=n, target=target, seed=seed, seeds=seeds)
 
 
@@ -181,7 +190,8 @@ def heads(
     source: Source,
     n: int = 64,
     length: int | None = None,
-    score: Literal["copy", "mass"] = "copy",
+    score: Literal["copy", "mass", "qr"] = "copy",
+    compat: Literal["qiao2026"] | None = None,
     k: int = 10,
     draws: int = 5,
     haystack: Haystack | None = None,
@@ -196,7 +206,9 @@ def heads(
         source: Checkpoint folder, hub id, or smollm2.
         n: Prompts to find heads on, and as many to check them on.
         length: Tokens per prompt; by default the model's context, at most 1,024.
-        score: copy (most attended key is the token being emitted) or mass (attention on the value).
+        score: copy (most attended key is the token being emitted), mass (attention on the value), or qr (attention
+            on the needle from the question, less that from a question that asks nothing).
+        compat: With --score mass: as the published script scores.
         k: Heads to ablate.
         draws: Draws of random heads.
         haystack: essay and repeat need a tokenizer; by default what suits the model.
@@ -204,8 +216,9 @@ def heads(
         out: Table to write; the figure goes beside it.
     """
     from .. import figures
+    from ..probes.causal import causal_check
     from ..probes.needles import answered
-    from ..probes.retrieval import causal_check, retrieval_heads
+    from ..probes.retrieval import retrieval_heads
     from .tables import provenance, save_table
 
     file = place("heads", source, out)
@@ -214,15 +227,17 @@ def heads(
     check = _needles(model, source, n, length, haystack, None, seed + 1, far=True)
     right = answered(model, find)
     print(f"answers {int(right.sum())} of {len(find)} needle prompts of {find.tokens.shape[1]} tokens")
-    table = retrieval_heads(model, find, score)
+    table = retrieval_heads(model, find, score, compat=compat)
     show(table.head(k))
-    settings = {"n": n, "score": score, "seed": seed}
+    settings = {"n": n, "score": score, "compat": compat, "seed": seed}
     if k > len(table) // 2:
         k = len(table) // 2
         print(f"the model has {len(table)} such heads: comparing {k} with {k} others")
     if k:
         effect = causal_check(model, check, table, k=k, draws=draws, seed=seed)
         show(effect.groupby(["ablated", "k"], sort=False, as_index=False)["accuracy"].agg(["mean", "min", "max"]))
+        gap = effect[effect["ablated"] == "top"].iloc[0]
+        print("effect, top over random: {effect:.3g} [{effect_low:.3g}, {effect_high:.3g}]".format(**gap))
         save_table(effect, file.with_name(f"{file.stem}-causal.parquet"), provenance("causal", source, **settings))
     keep(table, "heads", source, file, figures.heads_map(table, label=f"{score} score"), **settings)
 
@@ -232,11 +247,14 @@ def track(
     n: int = 128,
     length: int | None = None,
     top: int = 4,
+    heads: Literal["final", "each", "all"] = "final",
+    compat: Literal["qiao2026"] | None = None,
     haystack: Haystack | None = None,
     seed: int = 0,
     out: Path | None = None,
 ) -> None:
-    """Follow the final step's top heads through a ladder: entropy, needle mass, copy score, Q/K drift.
+    """Follow the final step's top heads through a ladder: entropy, needle mass, copy score, Q/K drift, and the step at
+    which they form.
 
     The table is saved after every step; run again to resume.
 
@@ -245,27 +263,36 @@ def track(
         n: Prompts; heads are chosen on the first half and measured on the second.
         length: Tokens per prompt; by default the model's context, at most 1,024.
         top: Heads to follow.
+        heads: The top heads of the final step, followed back; those of each step; or all full-attention heads.
+        compat: As the published script measures.
         haystack: essay and repeat need a tokenizer; by default what suits the model.
         seed: Seed of the prompts.
-        out: Table to write; the figure and the drift table go beside it.
+        out: Table to write; the figure and the tables of drift, formation and single prompts go beside it.
     """
     from .. import figures
     from ..hooks.ladder import ladder
     from ..probes.drift import qk_drift
-    from .tables import provenance, save_table
-    from .track import track_to
+    from ..probes.formation import formation_step
+    from .tables import provenance, read_table, save_table
+    from .track import samples_of, track_to
 
     steps = ladder(source)
     final = steps.final
     needles = _needles(final.load(), final.path, n, length, haystack, None, seed, far=True)
     file = place("track", source, out)
-    table = track_to(file, steps, needles, top=top)
+    table = track_to(file, steps, needles, None if heads == "final" else heads, top=top, compat=compat)
     followed = table[["layer", "site", "head"]].drop_duplicates().to_numpy()
     drift = qk_drift(steps, heads=[tuple(map(int, h)) for h in followed])
     save_table(drift, file.with_name(file.stem + "-drift.parquet"), provenance("drift", source))
     show(table.groupby("step", as_index=False)[["mass", "entropy", "copy", "accuracy"]].mean())
+    formed = None
+    if heads != "all" and "full" in set(table["kind"]):  # the best of all heads would be chosen on what it is shown on
+        formed = formation_step(read_table(samples_of(file))[0], seed=seed)
+        save_table(formed, file.with_name(file.stem + "-formation.parquet"), provenance("formation", source, seed=seed))
+        show(formed)
     print(file)
-    print(figures.save(figures.formation(table, drift, width=figures.DOUBLE), file.with_suffix(".png")))
+    figure = figures.formation(table, drift, formed=formed, width=figures.DOUBLE)
+    print(figures.save(figure, file.with_suffix(".png")))
 
 
 def influence(
@@ -300,27 +327,113 @@ def perplexity(
     source: Source,
     n: int = 16,
     length: int | None = None,
+    evaluator: str | None = None,
+    context: int | None = None,
     seed: int = 0,
     out: Path | None = None,
 ) -> None:
-    """Mean next-token loss by position in the document.
+    """Mean next-token loss by position in the document, and what long context is worth.
 
     Args:
         source: Checkpoint folder, hub id, or smollm2.
         n: Documents.
         length: Tokens per document; by default the model's context, at most 1,024.
+        evaluator: Checkpoint whose key tokens LongPPL is over; one for all models that are compared.
+        context: Short context in tokens, for the gain and for LongPPL; by default 256, or half of shorter documents.
         seed: Seed of the documents.
-        out: Table to write; the figure goes beside it.
+        out: Table to write; the figure and the LongPPL table go beside it.
     """
     from .. import figures
+    from ..probes.longppl import long_perplexity
+    from ..probes.perplexity import long_context_gain
     from ..probes.perplexity import perplexity as measure
     from .sources import documents_for
+    from .tables import provenance, save_table
 
     file = place("perplexity", source, out)
     model = _load(source)
-    table = measure(model, documents_for(model, source, n, length=length, seed=seed))
+    documents = documents_for(model, source, n, length=length, seed=seed)
+    context = context or min(256, max(1, documents.shape[1] // 2))
+    judged = None
+    if evaluator is not None:
+        judged = long_perplexity(model, documents, _load(evaluator), name=evaluator, context=context)
+    table = measure(model, documents)
     show(table)
+    if documents.shape[1] >= context + 2:
+        gain = long_context_gain(model, documents, context=context)
+        print(f"all context over the last {context} tokens is worth {gain:.4g} nats a token")
+    if judged is not None:
+        show(judged)
+        facts = provenance("longppl", source, n=n, seed=seed, evaluator=evaluator, context=context)
+        save_table(judged, file.with_name(file.stem + "-longppl.parquet"), facts)
     keep(table, "perplexity", source, file, figures.perplexity(table), n=n, seed=seed)
+
+
+def fit(
+    table: Table,
+    constant: bool = False,
+    all_sizes: bool = False,
+    bootstrap: int = 200,
+    seed: int = 0,
+    out: Path | None = None,
+) -> None:
+    """Fit a scaling law to losses of models of several sizes, and predict the largest one from the others.
+
+    Args:
+        table: Parquet, CSV or TSV with columns parameters, tokens, loss; one row per run.
+        constant: With an irreducible loss.
+        all_sizes: Fit the largest model too, rather than hold it out.
+        bootstrap: Draws for the intervals.
+        seed: Seed of the draws.
+        out: Table of the fitted parameters to write; the validation table goes beside it.
+    """
+    from .fit import fit_table
+
+    fit_table(table, place("fit", table, out), constant, all_sizes, bootstrap, seed)
+
+
+def cost(
+    source: Source,
+    length: Names = (),
+    batch: int = 1,
+    measure: bool = True,
+    set_: Set = (),
+    out: Path | None = None,
+) -> None:
+    """Cache bytes by formula and as measured, prefill and decode speed, beside an all-full model of the same widths.
+
+    Args:
+        source: A TOML file, the name of a config that comes with hybridscope, or a checkpoint folder of ours.
+        length: Tokens of context; by default 1024,4096,16384, as far as the model goes.
+        batch: Sequences side by side.
+        measure: Run both models as well; without it the formulas alone.
+        set_: Overrides of a config, e.g. model.n_layers=24.
+        out: Table to write; the figure goes beside it.
+    """
+    from .. import figures
+    from ..hooks.model import HybridLM
+    from ..probes.cost import NEW_TOKENS
+    from ..probes.cost import cost as take
+    from .config import load_config
+
+    file = place("cost", str(Path(source).with_suffix("")), out)
+    if Path(source).is_dir():
+        if set_:
+            raise ValueError(f"--set {set_[0]}: {source} is a checkpoint, not a config")
+        model = _load(source)
+        if not isinstance(model, HybridLM):
+            raise ValueError(
+                f"cost: {source} is a transformers checkpoint; costs are known for hybridscope's own models"
+            )
+        what: Any = model
+        config = model.config
+    else:
+        what = config = load_config(source, list(set_)).hybrid()
+    most = (config.context or 2**40) - (NEW_TOKENS if measure else 0)
+    lengths = [number("length", n) for n in split(length)] or [n for n in (1024, 4096, 16384) if n <= most] or [most]
+    table = take(what, lengths, batch=batch, measure=measure)
+    show(table.dropna(axis=1, how="all"))
+    keep(table, "cost", source, file, figures.cost(table), batch=batch)
 
 
 def doctor(json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
@@ -336,17 +449,27 @@ def doctor(json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
     print(json.dumps(found) if json_ else text(found))
 
 
-def plot(table: Table, drift: Path | None = None, by_distance: bool = False, out: Path | None = None) -> None:
+def plot(
+    table: Table,
+    drift: Path | None = None,
+    formed: Path | None = None,
+    by_distance: bool = False,
+    out: Path | None = None,
+) -> None:
     """Draw the figure that belongs to a saved table.
 
     Args:
         table: A Parquet table that a hybridscope command wrote.
         drift: For a tracking table: the drift table to draw beside it.
+        formed: For a tracking table: the table of formation steps to mark in it.
         by_distance: For a table of caps: needle accuracy by distance instead.
         out: Image to write; by default beside the table.
     """
     from .. import figures
     from .tables import read_table
+
+    def beside(file: Path | None) -> Any:
+        return None if file is None else read_table(file)[0]
 
     data, facts = read_table(table)
     name = facts.get("measurement")
@@ -354,8 +477,9 @@ def plot(table: Table, drift: Path | None = None, by_distance: bool = False, out
     caps = figures.cap_distance if by_distance else figures.cap_heatmap if by_layer else figures.cap_curves
     drawers: dict[str | None, Any] = {
         "probe": figures.probe_curve, "cap": caps, "caps": caps, "influence": figures.influence,
-        "perplexity": figures.perplexity, "heads": figures.heads_map, "importance": figures.layer_importance,
-        "track": lambda t: figures.formation(t, None if drift is None else read_table(drift)[0], width=figures.DOUBLE),
+        "perplexity": figures.perplexity, "cost": figures.cost, "heads": figures.heads_map,
+        "importance": figures.layer_importance,
+        "track": lambda t: figures.formation(t, beside(drift), formed=beside(formed), width=figures.DOUBLE),
     }  # fmt: skip
     if name not in drawers:
         raise ValueError(f"{table}: measurement {name!r} has no figure; known: {', '.join(map(str, drawers))}")
@@ -394,7 +518,7 @@ def _needles(
 
 COMMANDS = {
     "demo": demo, "train": train, "probe": probe, "cap": cap, "heads": heads, "track": track, "influence": influence,
-    "perplexity": perplexity, "plot": plot, "doctor": doctor, "bench": bench,
+    "perplexity": perplexity, "fit": fit, "cost": cost, "plot": plot, "doctor": doctor, "bench": bench,
 }  # fmt: skip
 
 

@@ -6,10 +6,13 @@ They import nothing else of hybridscope and leave pyplot alone; `save` writes a 
 from .caps import cap_curves
 from .caps_distance import cap_distance
 from .caps_map import cap_heatmap
+from .cost import cost
 from .distance import influence
 from .heads import heads_map
 from .importance import layer_importance
 from .ladder import formation
+from .lens import logit_lens
+from .patching import patching
 from .position import perplexity
 from .probe import probe_curve
 from .style import DOUBLE, KINDS, SINGLE, save
@@ -21,10 +24,13 @@ __all__ = [
     "cap_curves",
     "cap_distance",
     "cap_heatmap",
+    "cost",
     "formation",
     "heads_map",
     "influence",
     "layer_importance",
+    "logit_lens",
+    "patching",
     "perplexity",
     "probe_curve",
     "save",

@@ -1,4 +1,4 @@
-"""cap(), ablate() and knockout(): run-time changes to what sites see and say; each restores on exit."""
+"""cap(), ablate(), edit() and knockout(): run-time changes to what sites see and say; each restores on exit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def check_site_cap(site: Site, limit: int | None) -> None:
 def refuse_opaque(site: Site, what: str) -> None:
     """ValueError for a mixer whose inside the loader does not reach."""
     if site.opaque:
-        raise ValueError(f"{what}: {site.name} is {site.kind} ({site.mixer}), which is not yet supported here")
+        raise ValueError(
+            f"{what}: {site.name} is {site.kind} ({site.mixer}), whose inside is not reached (docs/families.md)"
+        )
 
 
 def _named_sites(
@@ -93,6 +95,19 @@ def ablate(model: Any, heads: Sequence[tuple[int, ...]], how: str, reference: Te
         changes.append((site, "edit", _replacement(values, site.edit)))
     with switched(model, changes):
         yield
+
+
+@contextlib.contextmanager
+def edit(model: Any, edits: Mapping[Site, Edit]) -> Iterator[None]:
+    """See `Instrumented.edit`."""
+    for site in edits:
+        refuse_opaque(site, "edit")
+    with switched(model, [(site, "edit", _after(site.edit, new)) for site, new in edits.items()]):
+        yield
+
+
+def _after(outer: Edit | None, new: Edit) -> Edit:
+    return new if outer is None else lambda z, real: new(outer(z, real), real)
 
 
 def _replacement(values: Mapping[int, Tensor | float | None], outer: Edit | None) -> Edit:

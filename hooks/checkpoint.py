@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
     from .instrumented import Instrumented
     from .model import HybridLM
+    from .tensor_rows import Header
 
 CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
+OPTIONS = ("revision", "dtype", "device", "device_map", "trust_remote_code", "context", "config")  # of any reader
 OWN = "hybridscope"  # the "format" entry by which config.json says it is ours
 
 
@@ -53,15 +55,17 @@ def load(source: Any, **options: Any) -> Instrumented:
 
         return smollm2.load(**options)
     folder = Path(source).expanduser()
+    revision = options.pop("revision", None)
     if folder.exists():
-        if options.get("revision") is not None:
-            raise ValueError(f"revision={options['revision']!r}: {folder} is a local folder, which has no revisions")
+        if revision is not None:
+            raise ValueError(f"revision={revision!r}: {folder} is a local folder, which has no revisions")
     elif not may_be_hub_id(source):
         raise FileNotFoundError(f"{folder}: no such checkpoint")
     else:
         from .adapters import hub
 
-        folder = hub.snapshot(str(source), options.pop("revision", None))
+        _only(options, "a hub id", OPTIONS)  # before anything is fetched
+        folder = hub.snapshot(str(source), revision)
     return load_folder(folder, options)
 
 
@@ -94,6 +98,10 @@ def load_folder(folder: Path, options: dict[str, Any]) -> Instrumented:
 
 def _load_object(model: Any, options: dict[str, Any]) -> Instrumented:
     """A model object of transformers; one of fla is copied."""
+    from torch import nn
+
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"load: {model!r:.80} is a {type(model).__name__}; expected a folder, a hub id or a model")
     from .adapters import transformers
     from .adapters.fla_config import is_fla
 
@@ -302,6 +310,7 @@ class Checkpoint:
         self.step = step
         self.tokens = tokens
         self._names: dict[str, Path] | None = None
+        self._headers: dict[Path, Header] = {}
 
     def __repr__(self) -> str:
         return f"Checkpoint(step={self.step}, path={str(self.path)!r})"
@@ -364,13 +373,14 @@ class Checkpoint:
 
     def tensor(self, name: str, rows: slice = slice(None)) -> Tensor:
         """One tensor, or only some of its leading rows, without reading the rest."""
-        from safetensors import safe_open
+        from .tensor_rows import Header
 
         file = self.names().get(name)
         if file is None:
             raise ValueError(f"{self.path}: no tensor {name!r}")
-        with safe_open(file, framework="pt") as f:
-            return f.get_slice(name)[rows]
+        if file not in self._headers:
+            self._headers[file] = Header(file)
+        return self._headers[file].read(name, rows)
 
     def weight_hash(self, sample: bool = False) -> str:
         """SHA-256 of the weight files; `sample=True` reads only 64 stretches of 4 KiB of each (and the length)."""

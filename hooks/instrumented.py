@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .sites import Sites
+from .sites import Site, Sites
 
 if TYPE_CHECKING:
+    from .caps import Edit
     from .record import Record, Stats
 
 LOSS_ELEMENTS = 2**26  # logits that a loss without gradients holds at once
@@ -44,17 +45,19 @@ class Instrumented:
         return cap(self, layers, sinks=sinks, kinds=kinds)
 
     def record(
-        self, *, resid: Any = None, stats: bool | Sequence[int] | Tensor | Stats = False
+        self, *, resid: Any = None, stats: bool | Sequence[int] | Tensor | Stats = False, states: Any = None
     ) -> AbstractContextManager[Record]:
-        """Record residual-stream vectors at token columns `resid` ("last", a list, or [B,P]) and attention
-        statistics of query rows `stats` (True: all; a list; or hs.Stats). See `record.Record` for what comes
-        back.
+        """Record residual-stream vectors at token columns `resid` ("last", a list, or [B,P]), attention statistics of
+        query rows `stats` (True: all; a list; or hs.Stats), and states of recurrent sites after the tokens at columns
+        `states` ("last", a list, or [B,P]). See `record.Record` for what comes back.
+
+        States of a capped site are refused: under a cap there is no single one.
 
         >>> with model.record(resid="last", stats=[-1]) as rec: model(tokens)
         """
         from .record import record
 
-        return record(self, resid=resid, stats=stats)
+        return record(self, resid=resid, stats=stats, states=states)
 
     def ablate(
         self,
@@ -71,6 +74,19 @@ class Instrumented:
         from .caps import ablate
 
         return ablate(self, heads, how, reference)
+
+    def edit(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
+        """Change the head outputs z [B,T,H,V] of sites, before the output projection: `edits` maps a site to a function
+        of z and of which tokens [B,T] are real (None: all), which returns the new z and leaves z itself alone. Applied
+        after the edits of blocks around this one.
+
+        Raises ValueError for a site whose heads are not reached.
+
+        >>> with model.edit({model.sites[3]: lambda z, real: 0.5 * z}): logits = model(tokens)
+        """
+        from .caps import edit
+
+        return edit(self, edits)
 
     def knockout(
         self,
@@ -199,6 +215,10 @@ class Instrumented:
     def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: Any = None) -> Tensor:
         """Residual stream after the last layer and the final norm, [B,T,D]."""
         raise TypeError(f"{type(self).__name__} must implement hidden()")
+
+    def final_norm(self, resid: Tensor) -> Tensor:
+        """`hidden` from the residual stream after the last layer, [B,T,D]."""
+        raise TypeError(f"{type(self).__name__} must implement final_norm()")
 
     def unembed_hidden(self, hidden: Tensor) -> Tensor:
         """Logits [B,T,vocab] from `hidden`."""

@@ -145,7 +145,7 @@ class HybridLM(Instrumented, HookedRootModule):
             x = block(x, run, self.recorders)
         if cache is not None:
             cache.columns += T
-        return self.ln_final(x)
+        return self.final_norm(x)
 
     def _packed(
         self, tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None, ids: Tensor
@@ -179,6 +179,9 @@ class HybridLM(Instrumented, HookedRootModule):
         _check_mask(tokens, attention_mask)
         real = attention_mask.bool()
         return None if bool(real.all()) else real
+
+    def final_norm(self, resid: Tensor) -> Tensor:
+        return self.ln_final(resid)
 
     def unembed_hidden(self, hidden: Tensor) -> Tensor:
         return self.unembed(hidden)

@@ -167,6 +167,7 @@ class Pass:
         if self.cache is None:
             return
         conv = None if inputs is None else self.last(inputs, width - 1, None if old is None else old.conv)
+        conv = None if conv is None else conv.clone()  # a view would keep the inputs of the whole call alive
         seen = self.count.expand(self.batch) + (0 if old is None else old.seen)
         self.cache.sites[name] = StateCache(**{"state": None, "ring": None, "cap": None, **what}, conv=conv, seen=seen)
 

@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from pathlib import Path
 from typing import Any
 
 from .adapters.fla_config import is_fla, read_config
-from .checkpoint import CONFIG, OWN, Checkpoint, read_json
+from .checkpoint import OWN, Checkpoint
 from .config import KINDS, HybridConfig, parse_mixer
 
 
@@ -148,17 +147,13 @@ def qk_projections(folder: str | os.PathLike[str] | Checkpoint) -> list[QKProjec
 
     Raises ValueError where no q and k are found, FileNotFoundError without a config.json or weights.
     """
-    if isinstance(folder, Checkpoint) and is_fla(config := folder.config()):
-        return _fla(config, repr(folder))  # its config may lie elsewhere
-    file = (folder.path if isinstance(folder, Checkpoint) else Path(folder)) / CONFIG
-    if not file.is_file():
-        raise FileNotFoundError(f"{file}: missing")
-    config = read_json(file)
+    checkpoint = folder if isinstance(folder, Checkpoint) else Checkpoint(os.fspath(folder), 0)
+    config = checkpoint.config()
     if config.get("format") == OWN:
         return _own(HybridConfig.from_dict(config["model"]))
     if is_fla(config):
-        return _fla(config, str(file))
-    return _foreign(file, config)
+        return _fla(config, repr(checkpoint))
+    return _foreign(checkpoint, config)
 
 
 def _own(config: HybridConfig) -> list[QKProjection]:
@@ -195,16 +190,13 @@ def _fla(config: dict[str, Any], where: str) -> list[QKProjection]:
 # transformers
 
 
-def _foreign(file: Path, raw: dict[str, Any]) -> list[QKProjection]:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+def _foreign(checkpoint: Checkpoint, raw: dict[str, Any]) -> list[QKProjection]:
+    from .adapters.pretrained import read_config as read_foreign_config
 
-    family = raw.get("model_type")
-    if family not in CONFIG_MAPPING:
-        raise ValueError(f"{file}: model_type {family!r} is unknown to this version of transformers")
-    config = CONFIG_MAPPING[str(family)].from_pretrained(file.parent)  # fills in the family's defaults
+    config = read_foreign_config(raw, repr(checkpoint))
     config = config.get_text_config(decoder=True)
     rules = FAMILIES.get(config.model_type, Rules(form=False))
-    shapes = Checkpoint(file.parent, 0).shapes()
+    shapes = checkpoint.shapes()
     found = []
     for name in shapes:
         place = re.match(rf"(.*\blayers\.(\d+)\..*?)({'|'.join(QUERIES)})\.weight$", name)
@@ -212,7 +204,7 @@ def _foreign(file: Path, raw: dict[str, Any]) -> list[QKProjection]:
             site = _module(config, rules, int(place[2]), place[1], shapes)
             found += [] if site is None else [site]
     if not found:
-        raise ValueError(f"{file}: finds no query and key projections of model_type={family!r}")
+        raise ValueError(f"{checkpoint}: finds no query and key projections of model_type={config.model_type!r}")
     return sorted(found, key=lambda site: site.layer)
 
 

@@ -1,4 +1,4 @@
-"""record(): residual-stream vectors at chosen positions and attention statistics of chosen rows.
+"""record(): residual-stream vectors and states at chosen positions, and attention statistics of chosen rows.
 
 What is recorded is detached. Only what was asked for is kept: a position is picked out of the residual stream
 as it passes, and statistics are computed per row beside the fused attention call, never from a stored T x T
@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from .attend import edges
 from .caps import refuse_opaque
+from .columns import batches, local_columns
 from .kernels.attention import ROWS
 from .kernels.attention_stats import AttentionStats, attention_stats, label_sets, to_device
 from .kernels.implicit_stats import implicit_stats
@@ -25,6 +26,7 @@ from .passes import Pass, View
 from .reduce import ROWS as MEAN_ROWS
 from .reduce import Mean
 from .sites import Site, switched
+from .states import States
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,7 +63,7 @@ class Stats:
 class Record:
     """What a `record()` block saw, over all forward passes inside it."""
 
-    def __init__(self, model: Any, resid: Any, stats: Stats | None) -> None:
+    def __init__(self, model: Any, resid: Any, stats: Stats | None, states: Any = None) -> None:
         self._sites = {(s.layer, s.index): s for s in model.sites}
         self._depth: int = model.depth
         self._positions = resid.cpu() if isinstance(resid, Tensor) else resid
@@ -76,6 +78,7 @@ class Record:
         self._recurrent = [s for s in model.sites if wants and s.kind == "recurrent"]
         for site in self._recurrent:
             refuse_opaque(site, "record(stats=hs.Stats(recurrent=True))")
+        self._states = None if states is None else States(model, states)
         self._last: Tensor | None = None
         self._first = 0
 
@@ -100,10 +103,10 @@ class Record:
             raise ValueError(f"resid: no {where!r} point is known in layer {layer} of this model; pre and post are")
         if (layer, where) not in self._resid:
             raise ValueError("resid: no forward pass ran inside the record() block")
-        batches = [torch.cat(b, 1) for b in _batches(self._resid[layer, where])]
-        if len({b.shape[1] for b in batches}) > 1:
+        joined = [torch.cat(b, 1) for b in batches(self._resid[layer, where])]
+        if len({b.shape[1] for b in joined}) > 1:
             raise ValueError("resid: passes of this block recorded different numbers of positions; record them apart")
-        return torch.cat(batches)
+        return torch.cat(joined)
 
     def stats(self, layer: int, site: int = 0) -> AttentionStats:
         """Statistics [N,R,H] of one site: batches concatenated, cached calls along the rows.
@@ -111,6 +114,13 @@ class Record:
         Of a recurrent site `ImplicitStats`; under reduce="mean" `MeanStats` [N,1,H], over all rows of all calls.
         """
         return self._read(layer, site)[1]
+
+    def state(self, layer: int, site: int = 0) -> Tensor:
+        """States [N,P,H,K,V] of a recurrent site after the columns asked for: batches concatenated, cached calls along
+        P. At padding it is the state after the last real token before it."""
+        if self._states is None:
+            raise ValueError("states: not recorded; ask for them with record(states=...)")
+        return self._states.read(layer, site)
 
     def rows(self, layer: int, site: int = 0) -> Tensor:
         """Columns of the recorded query rows, [1 or N, R]."""
@@ -161,7 +171,7 @@ class Record:
         parts = self._stats.get((layer, index))
         if not parts:
             raise ValueError("stats: nothing recorded; ask with record(stats=...) and run a forward pass inside")
-        joined = [(torch.cat([r for r, _ in b], 1), _cat([s for _, s in b], 1)) for b in _batches(parts)]
+        joined = [(torch.cat([r for r, _ in b], 1), _cat([s for _, s in b], 1)) for b in batches(parts)]
         if len({s.entropy.shape[1] for _, s in joined}) > 1:
             raise ValueError("stats: passes of this block recorded different numbers of rows; record them apart")
         if len(joined) == 1:
@@ -175,6 +185,8 @@ class Record:
         """A forward pass over `shape` (B, T) begins at column `first`; `real` [B,T] marks its tokens that are not
         padding."""
         self._first = first
+        if self._states is not None:
+            self._states.first = first
         if first and self._recurrent and shape is not None and self._wanted(*shape, first) is not None:
             raise ValueError(
                 f"stats: {self._recurrent[0].name} is recurrent, and its state holds no keys of the {first} tokens of "
@@ -190,7 +202,7 @@ class Record:
         if isinstance(self._positions, str):
             p = torch.full((B, 1), T - 1, device=x.device) if self._last is None else self._last[:, None].to(x.device)
         else:
-            p = _local("resid: positions", self._positions, B, T, self._first)
+            p = local_columns("resid: positions", self._positions, B, T, self._first)
             p = None if p is None else to_device(p, x.device)
         if p is not None:
             picked = x.detach().gather(1, p.expand(B, -1)[..., None].expand(-1, -1, D))
@@ -261,7 +273,7 @@ class Record:
     def _wanted(self, B: int, T: int, first: int) -> Tensor | None:
         """Indices of the rows to record, [1 or B,R], in a call of T tokens that starts at column `first`; on the CPU,
         where checking them waits for no GPU."""
-        return torch.arange(T)[None] if self._rows is None else _local("stats: rows", self._rows, B, T, first)
+        return torch.arange(T)[None] if self._rows is None else local_columns("stats: rows", self._rows, B, T, first)
 
     def _key_sets(self, k_col: Tensor | None, B: int, keys: int, device: torch.device) -> Tensor | None:
         return None if self._labels is None else _spread(self._labels.to(device), k_col, B, keys)
@@ -287,21 +299,30 @@ class Record:
 
 
 @contextlib.contextmanager
-def record(model: Any, *, resid: Any, stats: bool | Sequence[int] | Tensor | Stats) -> Iterator[Record]:
+def record(
+    model: Any, *, resid: Any, stats: bool | Sequence[int] | Tensor | Stats, states: Any = None
+) -> Iterator[Record]:
     """See `Instrumented.record`."""
-    if isinstance(resid, str) and resid != "last":
-        raise ValueError(f'resid={resid!r}: expected "last", a list of columns, [B,P], or None')
+    for name, columns in (("resid", resid), ("states", states)):
+        if isinstance(columns, str) and columns != "last":
+            raise ValueError(f'{name}={columns!r}: expected "last", a list of columns, [B,P], or None')
     spec: Stats | None
     if isinstance(stats, bool):
         spec = Stats() if stats else None
     else:
         spec = stats if isinstance(stats, Stats) else Stats(rows=stats)
-    rec = Record(model, resid, spec)
-    changes: list[tuple[Any, str, Any]] = []
+    rec = Record(model, resid, spec, states)
+    taps: list[tuple[Site, Callable[..., None]]] = []
     if spec is not None:
-        changes += [(s, "tap", _both(s.tap, rec.tap)) for s in model.sites if s.softmax]
-        changes += [(s, "tap", _both(s.tap, rec.tap_recurrent)) for s in rec._recurrent]
-    if resid is not None or (spec is not None and spec.recurrent):
+        taps += [(s, rec.tap) for s in model.sites if s.softmax]
+        taps += [(s, rec.tap_recurrent) for s in rec._recurrent]
+    if rec._states is not None:
+        taps += [(s, rec._states.tap) for s in rec._states.sites]
+    joined = {s: s.tap for s, _ in taps}
+    for site, tap in taps:
+        joined[site] = _both(joined[site], tap)
+    changes: list[tuple[Any, str, Any]] = [(site, "tap", tap) for site, tap in joined.items()]
+    if resid is not None or states is not None or (spec is not None and spec.recurrent):
         changes.append((model, "recorders", (*model.recorders, rec)))
     with switched(model, changes):
         yield rec
@@ -320,42 +341,6 @@ def _both(outer: Callable[..., None] | None, inner: Callable[..., None]) -> Call
 
 def _cat(parts: list[AttentionStats], dim: int) -> AttentionStats:
     return parts[0] if len(parts) == 1 else type(parts[0]).cat(parts, dim)
-
-
-_Item = TypeVar("_Item")
-
-
-def _batches(parts: list[tuple[_Item, bool]]) -> list[list[_Item]]:
-    """Group what calls recorded: a call that continues a cached context joins the one before it."""
-    batches: list[list[_Item]] = []
-    for item, continues in parts:
-        if continues and batches:
-            batches[-1].append(item)
-        else:
-            batches.append([item])
-    return batches
-
-
-def _local(what: str, columns: Any, B: int, T: int, first: int) -> Tensor | None:
-    """Columns [P] or [B,P] as indices [1 or B,P] into a call of T tokens that starts at column `first`.
-
-    Negative ones count from the call's end. A call that continues a context takes those of its own tokens;
-    None where it has none.
-    """
-    p = torch.as_tensor(columns, dtype=torch.int64)
-    p = p[None] if p.ndim == 1 else p
-    if p.ndim != 2 or p.shape[0] not in (1, B):
-        raise ValueError(f"{what} of shape {tuple(p.shape)}; expected one list, or one for each of {B} samples")
-    p = torch.where(p < 0, p + T, p - first)
-    inside = (p >= 0) & (p < T)
-    if first == 0:
-        if not bool(inside.all()):
-            raise ValueError(f"{what} {torch.as_tensor(columns).tolist()} do not fit {T} tokens")
-        return p
-    if p.shape[0] > 1:
-        return p if bool(inside.all()) else None
-    p = p[:, inside[0]]
-    return p if p.shape[1] else None
 
 
 def _hidden(site: Site, rows: Tensor, view: View | None, batch: int, keys: int) -> Tensor:

@@ -31,15 +31,24 @@ _HOME = {
     "needle_accuracy": "probes.needles",
     "Needles": "probes.needles",
     "probe_layers": "probes.layerwise",
+    "probe_gains": "probes.layerwise",
     "LayerwiseProbe": "probes.layerwise",
     "cap_sweep": "probes.capsweep",
     "layer_importance": "probes.importance",
     "retrieval_heads": "probes.retrieval",
-    "causal_check": "probes.retrieval",
+    "causal_check": "probes.causal",
     "track": "probes.tracking",
+    "formation_step": "probes.formation",
     "qk_drift": "probes.drift",
     "gradient_influence": "probes.influence",
     "perplexity": "probes.perplexity",
+    "long_context_gain": "probes.perplexity",
+    "key_tokens": "probes.longppl",
+    "long_perplexity": "probes.longppl",
+    "scaling_fit": "probes.scaling",
+    "logit_lens": "probes.lens",
+    "patch_heads": "probes.patching",
+    "cost": "probes.cost",
     "TokenLanguage": "probes.haystacks",
     "language_of": "experiments.sources",
 }
@@ -59,21 +68,30 @@ __all__ = [
     "attention_stats",
     "cap_sweep",
     "causal_check",
+    "cost",
     "figures",
+    "formation_step",
     "gradient_influence",
     "implicit_stats",
+    "key_tokens",
     "ladder",
     "language_of",
     "layer_importance",
     "load",
+    "logit_lens",
+    "long_context_gain",
+    "long_perplexity",
     "make_needles",
     "needle_accuracy",
     "needles_from_texts",
+    "patch_heads",
     "perplexity",
+    "probe_gains",
     "probe_layers",
     "qk_drift",
     "ratio",
     "retrieval_heads",
+    "scaling_fit",
     "to_nnsight",
     "to_transformer_lens",
     "track",
@@ -111,12 +129,19 @@ if TYPE_CHECKING:
     from .hooks.reduce import MeanStats
     from .hooks.sites import Site
     from .probes.capsweep import cap_sweep
+    from .probes.causal import causal_check
+    from .probes.cost import cost
     from .probes.drift import qk_drift
+    from .probes.formation import formation_step
     from .probes.haystacks import TokenLanguage
     from .probes.importance import layer_importance
     from .probes.influence import gradient_influence
-    from .probes.layerwise import LayerwiseProbe, probe_layers
+    from .probes.layerwise import LayerwiseProbe, probe_gains, probe_layers
+    from .probes.lens import logit_lens
+    from .probes.longppl import key_tokens, long_perplexity
     from .probes.needles import Needles, make_needles, needle_accuracy, needles_from_texts
-    from .probes.perplexity import perplexity
-    from .probes.retrieval import causal_check, retrieval_heads
+    from .probes.patching import patch_heads
+    from .probes.perplexity import long_context_gain, perplexity
+    from .probes.retrieval import retrieval_heads
+    from .probes.scaling import scaling_fit
     from .probes.tracking import track

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import caps_table, stats_table
+from . import caps_table, probe_table, stats_table
 
 Row = dict[str, Any]
 
@@ -162,13 +162,35 @@ def parallel(result: Row) -> str:
     return "\n".join([_where(result), "", *_grid(head, rows)])
 
 
+def drift(result: Row) -> str:
+    """How fast each way gets at the Q/K rows."""
+    ladder = result["ladder"]
+    what = (
+        f"{ladder['steps']} checkpoints of a 3:1 GDN hybrid, {ladder['layers']} layers, D = {ladder['width']:,}, bf16; "
+        f"{ladder['bytes'] / 1e9:.2f} GB. Rates count the Q/K rows needed; `sequential` counts all bytes."
+    )
+    head = ("heads", "way", "page cache", "ms", "needed MB", "MB/s", "of sequential", "vs checkpoints")
+    rows = [
+        [
+            row["heads"], f"`{row['way']}`", row["cache"], f"{1e3 * row['seconds']:,.1f}", f"{row['bytes'] / 1e6:,.2f}",
+            f"{row['bytes_per_s'] / 1e6:,.1f}",
+            *["" if row[name] is None else f"{row[name]:.3g}x" for name in ("of_sequential", "vs_checkpoints")],
+        ]
+        for row in result["rows"]
+    ]  # fmt: skip
+    missing = ["", f"Not run: {'; '.join(result['not_run'])}."] if result["not_run"] else []
+    return "\n".join([_where(result), "", what, "", *_grid(head, rows), *missing])
+
+
 TABLES = {
+    "drift": drift,
     "train": train,
     "parity_train": parity,
     "kernel_parity": kernels,
     "attention_paths": attention,
     "attention_stats": lambda result: stats_table.markdown(result, _where(result), _grid),
     "parallel": parallel,
+    "probe": lambda result: probe_table.markdown(result, _where(result), _grid),
     "caps": lambda result: caps_table.markdown(result, _where(result), _grid),
 }
 

@@ -105,16 +105,13 @@ class DcpCheckpoint(Checkpoint):
         self, content: dict[str, Any], place: Path, dtype: Any = None, device: Any = None
     ) -> Instrumented:
         from transformers import AutoModelForCausalLM
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         from . import transformers
-        from .pretrained import without_fla
+        from .pretrained import read_config, without_fla
 
-        kind = str(content.get("model_type"))
-        if kind not in CONFIG_MAPPING:
-            raise ValueError(f"{self.path}: its config has model_type {kind!r}, known neither here nor to transformers")
+        config = read_config(content, str(self.path))
         with without_fla():
-            model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind].from_dict(content))
+            model = AutoModelForCausalLM.from_config(config)
         names, state = self._tensors(), model.state_dict()
         tied = set(getattr(model, "all_tied_weights_keys", None) or {})
         missing, extra = sorted(set(state) - set(names) - tied), sorted(set(names) - set(state))

@@ -16,6 +16,7 @@ from ..checkpoint import Checkpoint
 
 PARTS = ("*.json", "*.txt", "*.model", "*.py", "*.jinja")
 WEIGHTS = ("*.safetensors", "*.bin")  # the second only where there are none of the first
+UNCONNECTED = ("ConnectError", "ConnectTimeout")  # of whichever HTTP client huggingface_hub uses
 NOT = ("*/*", "consolidated*", "training_args.bin")  # copies in other formats, and what is no weight
 
 
@@ -148,6 +149,6 @@ def _errors(repo: str, revision: str | None) -> Iterator[None]:
     except Exception as error:  # whatever a connection can end in
         if constants.HF_HUB_OFFLINE:
             raise OSError(f"{lost}: offline (HF_HUB_OFFLINE=1), and not in the cache {_cache(repo)}") from error
-        if isinstance(error, errors.LocalEntryNotFoundError):
+        if isinstance(error, errors.LocalEntryNotFoundError) or type(error).__name__ in UNCONNECTED:
             raise OSError(f"{lost}: no connection to {constants.ENDPOINT}") from error
         raise OSError(f"{name}: the hub's answer broke off: {_line(error)}") from error

@@ -26,7 +26,8 @@ class Read:
     """One call of an op: which recurrence it is, its terms [B,T,H,...] in fp32 (k with all heads, `key_heads` of them
     of their own), whether it starts from nothing, and how outputs [B,T,H,V] become what the op returns.
 
-    `write` [B,T,H]: a factor inside the values, see `kernels/implicit_stats.py`.
+    `write` [B,T,H]: a factor inside the values, see `kernels/implicit_stats.py`. `dtype`: of the inputs, where the op
+    has 16-bit kernels (None: it scans in fp32).
     """
 
     mixer: str
@@ -35,6 +36,7 @@ class Read:
     fresh: bool
     answer: Callable[[Tensor], Any]
     write: Tensor | None = None
+    dtype: torch.dtype | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ def _delta_rule(a: Arguments) -> Read:
         state = _no_state(out.float(), B, H, k.shape[-1], V) if a.get("output_final_state") else None
         return out.to(dtype), state
 
-    return Read("gdn" if scalar else "kda", terms, key_heads, a.get("initial_state") is None, answer)
+    return Read("gdn" if scalar else "kda", terms, key_heads, a.get("initial_state") is None, answer, dtype=dtype)
 
 
 def _step(a: Arguments, bias: str, softplus: str) -> Tensor:
@@ -127,7 +129,8 @@ def _ssm_scan(a: Arguments) -> Read:
             out = _gated(out + skip, a.get("z")).contiguous()
             return (out, _no_state(out, B, H, V, b.shape[-1])) if last else out
 
-        return Read("mamba2", terms, groups, a.get("initial_states") is None, answer, write=dt)
+        dtype = a["hidden_states"].dtype
+        return Read("mamba2", terms, groups, a.get("initial_states") is None, answer, write=dt, dtype=dtype)
 
     x, dt, A, b, c = wide(a["hidden_states"], _step(a, "delta_bias", "delta_softplus"), a["A"], a["B"], a["C"])
     terms, write = _channels(x.transpose(1, 2), dt.transpose(1, 2), A, b.transpose(1, 2), c.transpose(1, 2))

@@ -4,19 +4,21 @@ wrong."""
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 import sys
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checkpoint import CONFIG, read_dtype, read_json, write_json
+
+LONGEST = 600  # characters of another library's sentence that are worth repeating
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -39,6 +41,24 @@ def without_fla() -> Iterator[None]:
             sys.modules["fla"] = before
 
 
+def read_config(content: Mapping[str, Any], where: str) -> Any:
+    """A transformers config from the content of a config.json, its family's defaults filled in.
+
+    ValueError for a family that this version of transformers does not know, or options that it does not take.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    family = str(content.get("model_type"))
+    if family not in CONFIG_MAPPING:
+        raise ValueError(f"{where}: model_type {family!r} is unknown to this version of transformers")
+    with tempfile.TemporaryDirectory() as folder:  # infinities have a spelling of their own, which only this reads
+        write_json(Path(folder) / CONFIG, content)
+        try:
+            return CONFIG_MAPPING[family].from_pretrained(folder)
+        except Exception as error:  # whatever a broken config provokes in there
+            raise ValueError(f"{where}: {_line(error)}") from error
+
+
 def read(where: str, options: dict[str, Any], dtype: Any, device_map: Any) -> tuple[Any, Any]:
     """Model and tokenizer (None where there is none) from a folder, GGUF file or hub id; see
     `transformers.load`."""
@@ -54,12 +74,13 @@ def read(where: str, options: dict[str, Any], dtype: Any, device_map: Any) -> tu
     chosen: dict[str, Any] = {}
     if device_map is not None:  # what is offloaded to disk and not stored as it is used needs a place
         chosen = {"device_map": device_map, "offload_folder": tempfile.mkdtemp(prefix="hybridscope-offload-")}
-    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"dtype={dtype!r}: expected a torch dtype or its name")
+    if dtype is not None and dtype != "auto":
+        read_dtype(dtype)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            where, **options, **chosen, dtype="auto" if dtype is None else dtype, output_loading_info=True
-        )
+            where, **options, **chosen, dtype="auto" if dtype is None else dtype, output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are listed, and refused below
+        )  # fmt: skip
         model, info = loaded
         if chosen:
             weakref.finalize(model, shutil.rmtree, chosen["offload_folder"], ignore_errors=True)
@@ -92,7 +113,7 @@ def _local(path: Path, remote_code: bool) -> tuple[str, dict[str, Any]]:
         if path.suffix != ".gguf":
             raise ValueError(f"{path}: expected a folder with config.json, or a .gguf file")
         return str(path.parent), {"gguf_file": path.name}
-    config = path / "config.json"
+    config = path / CONFIG
     if not config.is_file():
         files = sorted(path.glob("*.gguf"))
         if len(files) > 1:
@@ -100,11 +121,8 @@ def _local(path: Path, remote_code: bool) -> tuple[str, dict[str, Any]]:
         if files:
             return str(path), {"gguf_file": files[0].name}
         raise FileNotFoundError(f"{config}: missing")
-    try:
-        content = json.loads(config.read_text())
-    except ValueError as error:
-        raise ValueError(f"{config}: not JSON ({error})") from None
-    kind = content.get("model_type") if isinstance(content, dict) else None
+    content = read_json(config)
+    kind = content.get("model_type")
     if kind is None:
         raise ValueError(f"{config}: has no model_type, so it is not a transformers config")
     if "auto_map" in content and kind not in CONFIG_MAPPING and not remote_code:
@@ -125,7 +143,10 @@ def _check_files(folder: Path) -> None:
 
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, dict):
+            raise ValueError(f"{index}: has no weight_map, a JSON object from tensor to file")
+        files = [folder / name for name in sorted(set(listed.values()))]
     else:
         files = sorted(folder.glob("*.safetensors"))
     for file in files:
@@ -162,4 +183,5 @@ def _check_complete(where: str, model: Any, info: dict[str, Any]) -> None:
 def _line(error: BaseException) -> str:
     """The first sentence of an error."""
     first, *more = [line.strip() for line in (str(error).strip() or type(error).__name__).splitlines()]
-    return f"{first} {more[0]}" if more and first.endswith(":") else first
+    said = f"{first} {more[0]}" if more and first.endswith(":") else first
+    return said if len(said) <= LONGEST else f"{said[: LONGEST // 2]} ... {said[-LONGEST // 2 :]}"

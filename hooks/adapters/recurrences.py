@@ -13,21 +13,22 @@ import dataclasses
 import functools
 import inspect
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels.dispatch import recur
-from ..kernels.recurrence import plain
-from ..kernels.windowed import Ring, capped, carried_keys
+from ..kernels import fused
+from ..kernels.windowed import Ring, capped
+from ..mixers.recurrent import ring_of, steps
 from ..passes import Pass
 from ..sites import Site
 from .ops import Op, Read, arguments, op_of, wide
+from .rings import keep, rings_of
 
 MARK = "hybridscope_recurrence"  # attribute of a mixer that is reached
-RINGS = "hybridscope_rings"  # attribute of a transformers cache: what decoding under caps keeps
 
 _local = threading.local()
 _lock = threading.RLock()
@@ -55,8 +56,8 @@ class _Frame:
     inputs: Tensor | None = None
 
     @property
-    def rings(self) -> dict[str, tuple[int | None, Ring | None]]:
-        return {} if self.cache is None else self.cache.__dict__.setdefault(RINGS, {})
+    def rings(self) -> dict[str, tuple[int | None, Ring]]:
+        return rings_of(self.cache)
 
     @property
     def wanted(self) -> bool:
@@ -99,13 +100,9 @@ class _StandIn:
 def op_slots(mixer: nn.Module) -> list[tuple[dict[str, Any], str, Callable[..., Any], Op]]:
     """Where `mixer` (or a module in it) looks up ops: the dictionary, the name, the function."""
     found = []
-    for module in mixer.modules():
-        forward = inspect.unwrap(type(module).forward)
-        code = getattr(forward, "__code__", None)
-        if code is None:
-            continue
+    for module, forward in ((m, f) for m in mixer.modules() for f in _forwards(m)):
         own, shared = vars(module), forward.__globals__
-        for name in code.co_names:
+        for name in forward.__code__.co_names:
             for owner in (own, shared):
                 function = owner[name] if name in owner else getattr(type(module), name, None)
                 if isinstance(function, _StandIn):
@@ -116,6 +113,20 @@ def op_slots(mixer: nn.Module) -> list[tuple[dict[str, Any], str, Callable[..., 
                 if owner is own and name not in own:
                     function = getattr(module, name)  # a method of its class
                 found.append((owner, name, function, op))
+    return found
+
+
+def _forwards(module: nn.Module) -> list[types.FunctionType]:
+    """What may run as the module's forward: its class's, and the copy, with globals of its own, that nnsight puts in
+    its place for good once `.source` was asked for."""
+    forward = inspect.unwrap(type(module).forward)
+    found = [forward] if isinstance(forward, types.FunctionType) else []
+    ways = [getattr(getattr(vars(module).get("forward"), "state", None), "body", None)]
+    while ways:
+        way = ways.pop()
+        if isinstance(way, types.FunctionType) and way not in found and way is not type(module).forward:
+            found.append(way)
+            ways += [cell.cell_contents for cell in way.__closure__ or () if cell != types.CellType()]  # decorators
     return found
 
 
@@ -262,7 +273,7 @@ def _under_switches(frame: _Frame, read: Read) -> Tensor | None:
     """Outputs [B,T,H,V] under the site's cap; None where the op may run as it is. Tells the tap."""
     site = frame.site
     assert site is not None
-    terms = read.terms
+    terms: dict[str, Any] = read.terms
     B, T = terms["v"].shape[:2]
     device = terms["v"].device  # the mixer's; hooks see a mask before it is moved there
     run = Pass(None if frame.real is None else frame.real.to(device), None, B, T, device)
@@ -279,30 +290,13 @@ def _under_switches(frame: _Frame, read: Read) -> Tensor | None:
     if site.cap is None:
         frame.rings.pop(site.name, None)  # an old context's, in a cache that starts again
         return None
-    q, v = terms.pop("q"), terms["v"]
-    v, log_decay, a, b = plain(**terms)
-    terms = {"q": q, "k": terms["k"], "v": v, "log_decay": log_decay, **({} if a is None else {"a": a, "b": b})}
+    if device.type == fused.DEVICE and read.dtype in (torch.bfloat16, torch.float16):  # what the op itself computes in
+        terms |= {name: terms[name].to(read.dtype) for name in "qkv"}
     if not read.fresh and ring is not None:
-        out = _steps(ring, terms, run)
+        out = steps(ring, terms, run)
     else:
-        out = recur(**terms)[0] if site.cap >= T else capped(**terms, cap=site.cap, conv=site.conv)
+        out = capped(**terms, cap=site.cap, conv=site.conv)
         if frame.cache is not None:
-            frame.rings[site.name] = (site.cap, _ring(site, terms, run))
+            ring = ring_of(terms, run, site.cap, site.conv)
+            keep(frame.cache, site.name, site.cap, ring, frame.mixer)
     return run.restore(out)
-
-
-def _steps(ring: Ring, terms: dict[str, Any], run: Pass) -> Tensor:
-    steps = []
-    for t in range(run.length):
-        real = None if run.real is None else t < run.count
-        steps.append(ring.step(**{name: x[:, t] for name, x in terms.items()}, real=real))
-    return torch.stack(steps, 1)
-
-
-def _ring(site: Site, terms: dict[str, Any], run: Pass) -> Ring:
-    assert site.cap is not None
-    tail = {name: run.last(x, min(site.cap, run.length)) for name, x in terms.items() if name != "q"}
-    value = tail.pop("v")
-    keys = carried_keys(**tail)
-    seen = run.count.expand(value.shape[0])
-    return Ring(site.cap, site.conv, keys.transpose(1, 2), value.to(keys.dtype).transpose(1, 2), seen)

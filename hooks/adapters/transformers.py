@@ -10,17 +10,19 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ..caps import Edit
 from ..checkpoint import check_finite
 from ..instrumented import Instrumented
 from ..record import Stats
-from ..sites import Sites, refuse_compiled
+from ..sites import Site, Sites, refuse_compiled
+from .final_norm import final_norm_of
 from .interface import Attachment
 from .pretrained import read, without_fla
 from .survey import Mid, first_tensor, survey
@@ -55,7 +57,7 @@ class TransformersLM(Instrumented, nn.Module):
     `model(tokens)` maps [B,T] token ids to logits [B,T,vocab]. `attention_mask` [B,T] (1: real) marks
     padding, with the model's own meaning: RoPE and windows count columns. `cache` (from `new_cache()`)
     continues an earlier call; generation left-aligns padding first, so that columns inside it count from
-    there. Several wrappers of one model share its sites. Sites whose mixer is not reached yet are marked
+    there. Several wrappers of one model share its sites. Sites whose mixer is not reached are marked
     `opaque`: they take no cap and no ablation.
     """
 
@@ -77,6 +79,7 @@ class TransformersLM(Instrumented, nn.Module):
             again = self.unembed_hidden(found.hidden)
         self._head_fits = torch.allclose(again.float(), found.logits.float(), rtol=1e-2, atol=1e-3)
         self._watched = False
+        self._norm: str | None = None  # path of the final norm in the backbone, once it was looked for
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no hooks of its own yet."""
@@ -90,6 +93,11 @@ class TransformersLM(Instrumented, nn.Module):
     def hidden(self, tokens: Tensor, attention_mask: Tensor | None = None, cache: DecodeCache | None = None) -> Tensor:
         """Residual stream after the final norm, [B,T,D]."""
         return self._run(self.backbone, "last_hidden_state", tokens, attention_mask, cache)
+
+    def final_norm(self, resid: Tensor) -> Tensor:
+        if self._norm is None:
+            self._norm = final_norm_of(self)
+        return resid if not self._norm else self.backbone.get_submodule(self._norm)(resid)
 
     def unembed_hidden(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states, by the model's own head: its scales and soft caps included."""
@@ -136,10 +144,10 @@ class TransformersLM(Instrumented, nn.Module):
         return self._switched_on(super().cap(layers, sinks=sinks, **kinds))
 
     def record(
-        self, *, resid: Any = None, stats: bool | Sequence[int] | Tensor | Stats = False
+        self, *, resid: Any = None, stats: bool | Sequence[int] | Tensor | Stats = False, states: Any = None
     ) -> AbstractContextManager[Any]:
-        watch = resid is not None or (isinstance(stats, Stats) and stats.recurrent)
-        return self._switched_on(super().record(resid=resid, stats=stats), watch=watch)
+        watch = resid is not None or states is not None or (isinstance(stats, Stats) and stats.recurrent)
+        return self._switched_on(super().record(resid=resid, stats=stats, states=states), watch=watch)
 
     def ablate(
         self,
@@ -148,6 +156,9 @@ class TransformersLM(Instrumented, nn.Module):
         reference: Tensor | None = None,
     ) -> AbstractContextManager[None]:
         return self._switched_on(super().ablate(heads, how, reference))
+
+    def edit(self, edits: Mapping[Site, Edit]) -> AbstractContextManager[None]:
+        return self._switched_on(super().edit(edits))
 
     def knockout(self, **what: Any) -> AbstractContextManager[None]:
         return self._switched_on(super().knockout(**what))
@@ -339,7 +350,7 @@ class _Output:
 
 def load(
     source: Any, *, revision: str | None = None, dtype: torch.dtype | str | None = None,
-    device_map: Any = None, trust_remote_code: bool = False, context: int | None = None, **unknown: Any,
+    device_map: Any = None, trust_remote_code: Any = False, context: int | None = None, **unknown: Any,
 ) -> TransformersLM:  # fmt: skip
     """A transformers model, instrumented: from a checkpoint folder (safetensors, or a GGUF file), a hub id,
     or an object.
@@ -355,6 +366,10 @@ def load(
     if unknown:
         known = "revision, dtype, device_map, trust_remote_code, context"
         raise ValueError(f"{sorted(unknown)[0]}: unknown option for a transformers model; it takes {known}")
+    if not isinstance(trust_remote_code, bool | None):  # "no" would be true
+        raise ValueError(f"trust_remote_code={trust_remote_code!r}: expected True or False")
+    if context is not None and (not isinstance(context, int) or context < 1):
+        raise ValueError(f"context={context!r}: expected a number of tokens >= 1")
     if isinstance(source, TransformersLM):
         source = source.model
     if isinstance(source, nn.Module):

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import english
+import numpy as np
 import pandas as pd
 import planted
 import pytest
@@ -112,6 +113,19 @@ def test_a_command_that_is_not_there(capsys):
 # Commands
 
 
+def test_cost(here, capsys):
+    source = "runs/tiny/ladder/step-000006"
+    context = Checkpoint(here / source, 6).config()["model"]["context"] or 64
+    out = run(capsys, "cost", source, "--length", "4,8", "--batch", "2")
+    table = written(out, "cost", here / source)
+    assert table["length"].tolist() == [4, 4, 8, 8]
+    assert (table["measured_kv_bytes"] == table["kv_bytes"]).all()
+    by_config = written(run(capsys, "cost", "tiny.toml", "--no-measure", "--length", "4,8", "--batch", "2"), "cost")
+    assert by_config["kv_bytes"].tolist() == table["kv_bytes"].tolist()
+    assert by_config["decode_ms"].isna().all()
+    assert "context" in refused(capsys, "cost", source, "--length", str(10 * context))
+
+
 def test_train_leaves_a_ladder_and_goes_on_where_it_is(here, capsys):
     ladder = hs.ladder("runs/tiny/ladder")
     assert ladder.steps == [0, 3, 6]
@@ -198,6 +212,37 @@ def test_heads(here, capsys):
     assert accuracy == {"none": 1, "top": 0}
 
 
+def test_heads_by_qr_score_and_as_published(here, capsys):
+    options = ["planted/step-000020", "--n", "16", "--k", "1", "--draws", "2"]
+    out = run(capsys, "heads", *options, "--score", "qr")
+    assert written(out, "heads")[["layer", "head"]].iloc[0].tolist() == [1, 0]
+    assert "effect, top over random: 1 [1, 1]" in out
+    out = run(capsys, "heads", *options, "--score", "mass", "--compat", "qiao2026")
+    assert (written(out, "heads")["score"] < 0.1).all()  # from the row before the question's last
+    assert 'goes with score="mass"' in refused(capsys, "heads", *options, "--compat", "qiao2026")
+
+
+def test_track_says_when_heads_form(here, capsys, tmp_path):
+    """Masses at steps 0, 10, 20 are those of planted strengths 0, 2 and STRONG."""
+    out = run(capsys, "track", "planted", "--n", "8", "--top", "1", "--out", str(tmp_path / "t.parquet"))
+    written(out, "track")
+    formed, facts = read_table(tmp_path / "t-formation.parquet")
+    assert facts["measurement"] == "formation"
+    middle, end = planted.mass_of(2.0), planted.mass_of(STRONG)
+    half = formed.query("threshold == 0.5").iloc[0]
+    assert half["step"] == pytest.approx(10 + 10 * (0.5 - middle) / (end - middle), abs=1e-6)
+    assert half["low"] == pytest.approx(half["high"])
+    again = ["--formed", str(tmp_path / "t-formation.parquet"), "--out", str(tmp_path / "again.png")]
+    run(capsys, "plot", str(tmp_path / "t.parquet"), *again)
+    assert (tmp_path / "again.png").read_bytes()[:4] == PNG
+
+
+@pytest.mark.parametrize(("heads", "count"), [("each", 3), ("all", 24)])
+def test_track_other_heads(here, capsys, tmp_path, heads, count):
+    args = ["track", "planted", "--n", "8", "--top", "1", "--heads", heads, "--out", str(tmp_path / "t.parquet")]
+    assert len(written(run(capsys, *args), "track")) == count
+
+
 def test_track_with_its_drift_and_again(here, capsys):
     args = ["track", "planted", "--n", "8", "--top", "2"]
     table = written(run(capsys, *args), "track")
@@ -215,6 +260,35 @@ def test_influence_and_perplexity(here, capsys, command):
     source = "runs/tiny/ladder/step-000006"
     table = written(run(capsys, command, source, "--n", "4"), command, here / source)
     assert len(table) > 3
+
+
+def test_perplexity_over_key_tokens_names_their_evaluator(here, capsys, tmp_path):
+    model = planted.planted()
+    model.unembed.weight *= 60
+    save(model, tmp_path / "judge", {"data": DATA})
+    judge, out = str(tmp_path / "judge"), tmp_path / "p.parquet"
+    args = ["perplexity", "planted/step-000020", "--n", "16", "--context", "12", "--out", str(out)]
+    printed = run(capsys, *args, "--evaluator", judge)
+    written(printed, "perplexity")
+    assert "all context over the last 12 tokens is worth" in printed
+    table, facts = read_table(tmp_path / "p-longppl.parquet")
+    assert table["evaluator"].tolist() == [judge]
+    assert facts["settings"]["evaluator"] == judge
+    out.unlink()
+    assert "none of" in refused(capsys, *args, "--evaluator", "planted/step-000000")
+
+
+def test_fit(here, capsys, tmp_path):
+    N, D = (x.ravel() for x in np.meshgrid([1e7, 3e7, 6e7, 1e8], np.geomspace(1e9, 1e10, 5)))
+    runs = pd.DataFrame({"parameters": N, "tokens": D, "loss": 3000 / N**0.45 + 1100 / D**0.3})
+    runs.to_csv(tmp_path / "runs.tsv", sep="\t", index=False)
+    out = run(capsys, "fit", str(tmp_path / "runs.tsv"), "--bootstrap", "3", "--out", str(tmp_path / "fit.parquet"))
+    assert "15 runs" in out
+    fitted = read_table(tmp_path / "fit.parquet")[0].set_index("parameter")["value"]
+    assert fitted[["alpha", "beta"]].tolist() == pytest.approx([0.45, 0.3], abs=0.01)
+    assert read_table(tmp_path / "fit-validation.parquet")[0]["error"].abs().max() < 0.01
+    assert "no such table" in refused(capsys, "fit", str(tmp_path / "other.csv"))
+    assert "no column 'parameters'" in refused(capsys, "fit", str(tmp_path / "fit.parquet"))
 
 
 @pytest.mark.parametrize(

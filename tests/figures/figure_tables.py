@@ -145,3 +145,35 @@ def loss(settings=("uncapped", "full 2048", "window 64")) -> pd.DataFrame:
             row = {"position_low": low, "position_high": high, "loss": 4 - 0.1 * i + 0.02 * j, "n": 100}
             rows.append(row | {"setting": setting})
     return pd.DataFrame(rows)
+
+
+def lens(mixers=MIXED, samples=5, seed=0) -> pd.DataFrame:
+    rng, rows = np.random.default_rng(seed), []
+    for layer, mixer in enumerate(mixers):
+        left = 1 - (layer + 1) / len(mixers)
+        for sample in range(samples):
+            row = {"sample": sample, "row": 9, "layer": layer, "kind": KIND[mixer], "mixer": mixer}
+            rows.append(row | {"log_prob": -0.5 - 4 * left * rng.random(), "kl": 3 * left * rng.random()})
+    return pd.DataFrame(rows)
+
+
+def patches(mixers=MIXED, heads=4, groups=("value", "answer"), directions=("denoise", "noise")) -> pd.DataFrame:
+    rows = []
+    for direction in directions:
+        for group in groups:
+            for layer, mixer in enumerate(mixers):
+                for head in range(heads) if heads else [-1]:
+                    share = 0.9 if mixer == "full" and head < 1 and group == "answer" else -0.02 * (head + 1)
+                    row = {"direction": direction, "rows": group, "layer": layer, "site": 0, "head": head}
+                    rows.append(row | {"kind": KIND[mixer], "mixer": mixer, "recovered": share})
+    return pd.DataFrame(rows)
+
+
+def costs(lengths=(1024, 4096, 16384, 65536), measured=True) -> pd.DataFrame:
+    rows = []
+    for length in lengths:
+        for model, share in (("hybrid", 0.25), ("full", 1.0)):
+            row = {"model": model, "length": length, "batch": 1, "cache_bytes": 2**20 + share * 2**15 * length}
+            speed = {"prefill_tokens_per_s": 1e6 / (1 + share * length / 8192), "decode_ms": 10 + share * length / 4096}
+            rows.append(row | (speed if measured else dict.fromkeys(speed, np.nan)))
+    return pd.DataFrame(rows)

@@ -179,6 +179,32 @@ def test_formation_on_a_log_axis_keeps_step_0():
     assert axes.get_xscale() == "symlog"
 
 
+def test_formation_steps_stand_at_their_thresholds_with_their_intervals():
+    """Observed, reached too late for the ladder, and there from the start."""
+    rows = [(0.25, 300.0, 250.0, 350.0, ""), (0.5, 1100.0, 900.0, np.inf, "right"), (0.1, 0.0, 0.0, 40.0, "left")]
+    formed = pd.DataFrame(rows, columns=["threshold", "step", "low", "high", "censored"])
+    figure = figures.formation(tables.track(), formed=formed, top=2)
+    mass = next(axes for axes in figure.axes if "mass" in axes.get_ylabel())
+    marks = {name: line for line in mass.lines if (name := str(line.get_label())).startswith("_formed")}
+    assert [(m.get_xdata()[0], m.get_ydata()[0]) for m in marks.values()] == [(r[1], r[0]) for r in rows]
+    assert [m.get_marker() for m in marks.values()] == ["o", ">", "<"]
+    spans = [list(line.get_xdata()) for line in mass.lines if list(line.get_ydata()) in ([0.25] * 2, [0.5] * 2)]
+    assert spans == [[250, 350], [900, 1100]]  # the infinite end is cut at the ladder's
+    with pytest.raises(ValueError, match="no column 'censored'"):
+        figures.formation(tables.track(), formed=formed.drop(columns="censored"))
+
+
+def test_heads_chosen_at_each_step_are_drawn_as_their_mean():
+    """Another head at every step: no line joins them, and the mean is over all that were chosen."""
+    track = tables.track()
+    best = track.sort_values("mass").groupby("step").tail(2)
+    first = track.query("step == 0 and layer == 1").head(2)
+    chosen = pd.concat([first, best[best["step"] > 0]])
+    mass = next(a for a in figures.formation(chosen).axes if "mass" in a.get_ylabel())
+    assert set(lines(mass)) == {"mean"}
+    np.testing.assert_allclose(lines(mass)["mean"].get_ydata(), chosen.groupby("step")["mass"].mean())
+
+
 def test_influence_draws_one_line_per_model_and_lets_zeros_fall_to_the_bottom():
     table = tables.influence()
     panels = figures.influence(table).axes
@@ -247,3 +273,44 @@ def test_figures_ignore_and_keep_the_callers_settings():
         axes = figures.perplexity(tables.loss()).axes[0]
         assert axes.yaxis.label.get_fontsize() == 8
         assert dict(matplotlib.rcParams) == before
+
+
+def test_logit_lens_draws_the_medians_and_the_middle_half():
+    table = tables.lens()
+    figure = figures.logit_lens(table)
+    for axes, column in zip(figure.axes, ("log_prob", "kl"), strict=False):
+        (line,) = [line for line in axes.lines if line.get_label() == column]
+        assert np.allclose(line.get_ydata(), table.groupby("layer")[column].median())
+        low, high = (table.groupby("layer")[column].quantile(q) for q in (0.25, 0.75))
+        (band,) = axes.collections
+        y = band.get_paths()[0].vertices[:, 1]
+        assert (y.min(), y.max()) == pytest.approx((low.min(), high.max()))
+
+
+def test_patching_draws_every_share_where_its_head_is():
+    table = tables.patches()
+    figure = figures.patching(table)
+    images = [axes.images[0] for axes in figure.axes if axes.images and axes.get_title(loc="left")]
+    assert len(images) == 4
+    some = table[(table.direction == "denoise") & (table.rows == "answer")]
+    (image,) = [a.images[0] for a in figure.axes if a.get_title(loc="left") == "answer rows, clean into corrupt"]
+    grid = np.asarray(image.get_array())
+    assert grid.shape == (4, len(tables.MIXED))
+    for layer, head, share in some[["layer", "head", "recovered"]].itertuples(index=False):
+        assert grid[head, layer] == pytest.approx(share)
+    assert {image.norm.vmin for image in images} == {table.recovered.min()}
+    assert {image.norm.vmax for image in images} == {1.0}
+
+
+def test_cost_draws_a_line_per_model_and_only_what_was_measured():
+    table = tables.costs()
+    panels = figures.cost(table).axes
+    assert len(panels) == 3
+    assert len(figures.cost(tables.costs(measured=False)).axes) == 1
+    for axes, (column, scale) in zip(
+        panels, {"cache_bytes": 2**-20, "prefill_tokens_per_s": 1e-3, "decode_ms": 1}.items(), strict=True
+    ):
+        for model, rows in table.groupby("model"):
+            (line,) = [line for line in axes.lines if line.get_label() == model]
+            assert np.allclose(line.get_ydata(), scale * rows[column])
+            assert np.allclose(line.get_xdata(), rows["length"])

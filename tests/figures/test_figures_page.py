@@ -28,6 +28,11 @@ DRAW = {
     "influence": lambda **o: figures.influence(tables.influence(), **o),
     "perplexity": lambda **o: figures.perplexity(tables.loss(), **o),
     "heads_map": lambda **o: figures.heads_map(tables.scores(), **o),
+    "logit_lens": lambda **o: figures.logit_lens(tables.lens(), **o),
+    "patching": lambda **o: figures.patching(tables.patches(), **o),
+    "patching sites": lambda **o: figures.patching(tables.patches(heads=0), **o),
+    "cost": lambda **o: figures.cost(tables.costs(), **o),
+    "cost formulas": lambda **o: figures.cost(tables.costs(measured=False), **o),
 }
 
 
@@ -93,6 +98,9 @@ COLUMNS = {
     "influence": (tables.influence, "target distance influence"),
     "perplexity": (tables.loss, "position_low position_high loss"),
     "heads_map": (tables.scores, "layer site head kind score"),
+    "logit_lens": (tables.lens, "sample row layer kind log_prob kl"),
+    "patching": (tables.patches, "direction rows layer site head kind recovered"),
+    "cost": (tables.costs, "model length batch cache_bytes"),
 }
 
 

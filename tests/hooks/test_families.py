@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
@@ -349,6 +350,44 @@ def test_their_own_generate_runs_on_our_attention(family: str, implementation: s
         ours = model.generate(prompt, **options)
     for a, b in zip(own.logits, ours.logits, strict=True):
         assert gap(b, a) <= CLOSE
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "minimax", "jamba", "bamba", "falcon_h1", "zamba2"])
+def test_beams_take_what_a_cap_keeps_along(family: str) -> None:
+    """Beam search with a cache is beam search without one."""
+    model, loaded = pair(family)
+    prompt = tokens_of()
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "num_beams": 2, "do_sample": False,
+        "eos_token_id": None, "pad_token_id": 0,
+    }  # fmt: skip
+    with loaded.cap(recurrent=CAP):
+        cached, whole = (model.generate(prompt, **options, use_cache=use) for use in (True, False))
+    assert torch.equal(cached, whole)
+
+
+def test_beams_over_states_that_are_not_in_the_cache_are_refused() -> None:
+    """RecurrentGemma's convolutions keep theirs in the module, and transformers leaves them in the old order."""
+    model, loaded = pair("recurrent_gemma")
+    options: dict[str, Any] = {"max_new_tokens": 3, "num_beams": 2, "do_sample": False, "pad_token_id": 0}
+    with loaded.cap(recurrent=CAP):
+        with pytest.raises(ValueError, match="temporal_block keeps a part of its state outside of the cache"):
+            model.generate(tokens_of(), **options)
+        model.generate(tokens_of(), **options, use_cache=False)
+
+
+def test_a_copied_cache_goes_on_by_itself() -> None:
+    """And is reordered by itself."""
+    _, loaded = pair("qwen3_next")
+    tokens = tokens_of()
+    with loaded.cap(recurrent=CAP):
+        cache = loaded.new_cache()
+        loaded(tokens[:, :-2], cache=cache)
+        expected = loaded(tokens)[:, -2:]
+        other = copy.deepcopy(cache)
+        other.past.reorder_cache(torch.tensor([1, 0]))
+        assert gap(loaded(tokens.flip(0)[:, -2:], cache=other), expected.flip(0)) <= CLOSE
+        assert gap(loaded(tokens[:, -2:], cache=cache), expected) <= CLOSE
 
 
 def test_a_cap_cannot_change_in_the_middle_of_a_context() -> None:

@@ -163,13 +163,19 @@ def spoil_config(**changes: Any) -> Callable[[Path], None]:
     return spoil
 
 
+def spoil_index(content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(content) and None
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (spoil_config(layer_types=["linear_attention", "full_attention"] * 2), "lacks tensor|has .*but its config"),
         (spoil_config(layer_types=["linear_attention"] * 3), "layer_types|num_hidden_layers"),
         (spoil_config(layer_types=["linear_attention"] * 3 + ["fuller_attention"]), "fuller_attention|layer_types"),
-        (spoil_config(linear_num_value_heads=8), "shape|mismatch"),
+        (spoil_config(linear_num_value_heads=8), r"has shape \(.*\); the config asks for \("),
+        (spoil_index("{"), r"index\.json: not valid JSON"),
+        (spoil_index("{}"), r"index\.json: has no weight_map"),
         (spoil_config(num_hidden_layers=2, layer_types=["linear_attention"] * 2), "has .*layers.2.*has 2 layers"),
         (spoil_config(model_type="strange", auto_map={"AutoConfig": "a.B"}), "pass trust_remote_code=True"),
     ],
@@ -196,6 +202,8 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"dtyp": "float32"}, "dtyp: unknown option"),
+        ({"trust_remote_code": "no"}, "trust_remote_code='no': expected True or False"),
+        ({"context": 0}, "context=0: expected a number of tokens >= 1"),
         ({"dtype": "float33"}, "dtype='float33': expected a torch dtype"),
         ({"revision": "step1000"}, "revision='step1000'"),
         ({"device_map": {"": "nowhere"}}, "nowhere"),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,11 +134,12 @@ def test_wrong_names_are_one_line(hub: Hub) -> None:
         (lambda: hs.ladder("some/nothing"), OSError, "no such repository, or a private one"),
         (lambda: hs.ladder(PYTHIA, revisions="stage*"), ValueError, "an empty ladder; expected revisions"),
         (lambda: hs.ladder(PYTHIA, config="config.json"), ValueError, "config: only for DCP folders"),
-        (lambda: hs.load(PYTHIA, revison="step0"), ValueError, "revison: unknown option"),
+        (lambda: hs.load(PYTHIA, revison="step0"), ValueError, "unknown option 'revison' for a hub id; it takes: "),
     ):
         with pytest.raises(kind, match=said) as error:
             wrong()
         assert "\n" not in str(error.value)
+    assert hub.asked == []
 
 
 def test_missing_and_lost_revisions_are_warned_about_and_the_rest_is_kept(hub: Hub) -> None:
@@ -201,14 +206,56 @@ def test_offline_and_unreachable_are_said_in_one_line(online: None, monkeypatch:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(OSError, match=r"not to be had from the hub: no connection to http://127\.0\.0\.1:9") as error:
-        hs.load(PYTHIA)
-    assert "\n" not in str(error.value)
+    for wrong in (lambda: hs.load(PYTHIA), lambda: hs.ladder(PYTHIA)):
+        with pytest.raises(OSError, match=r"from the hub: no connection to http://127\.0\.0\.1:9") as error:
+            wrong()
+        assert "\n" not in str(error.value)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     for wrong in (lambda: hs.load(PYTHIA, revision="step0"), lambda: hs.ladder(PYTHIA)):
         with pytest.raises(OSError, match="not to be had from the hub: offline") as error:
             wrong()
         assert "\n" not in str(error.value)
+
+
+def test_the_endpoint_of_the_environment_is_asked(saved: Path, tmp_path: Path) -> None:
+    """HF_ENDPOINT and HF_HOME as a user sets them; then, offline, what they left."""
+    hub = Hub()
+    for step in (0, 1000):
+        hub.put(PYTHIA, f"step{step}", saved / f"step{step}")
+    program = """
+import sys, torch, hybridscope as hs
+torch.set_num_threads(1)
+ladder = hs.ladder("some/pythia")
+with torch.no_grad():
+    print(ladder.steps, ladder.final.load()(torch.arange(3, 11)[None])[0, -1, :3].tolist())
+    print(hs.load("some/pythia", revision="step1000").depth)
+try:
+    hs.load("some/pythia", revision="step7")
+except (ValueError, OSError) as error:
+    print(error)
+"""
+    said = {}
+    with serve(hub):
+        for offline in ("0", "1"):
+            env = {
+                **os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": offline,
+                "NO_PROXY": "127.0.0.1", "PYTHONPATH": os.pathsep.join(sys.path),
+            }  # fmt: skip
+            env = {name: x for name, x in env.items() if name not in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")}
+            run = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+            assert run.returncode == 0, run.stderr[-2000:]
+            said[offline] = run.stdout.splitlines()
+    with torch.no_grad():
+        expected = llama(1000)(TOKENS).logits[0, -1, :3].tolist()
+    steps, logits = said["0"][0].split("] ")
+    assert steps == "[0, 1000"
+    assert json.loads(logits) == pytest.approx(expected, abs=1e-5)
+    assert said["0"][1:] == ["2", "some/pythia: no revision 'step7'; it has step0, step1000"]
+    assert said["1"][0] == f"[1000] {logits}"
+    assert len(said["1"]) == 3
+    assert said["1"][2].startswith("some/pythia@step7: no such folder, and not to be had from the hub: offline")
+    assert str(tmp_path / "home") in said["1"][2]
+    assert {name.split("/")[0] for name in hub.asked} == {"step1000"}
 
 
 def test_snapshots_in_local_folders_are_a_ladder_too(saved: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import build
 from nnsight import NNsight, TransformersModel
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedTokenizerFast
@@ -99,6 +100,37 @@ def test_transformers_models_under_caps_and_recording(theirs: Any) -> None:
     assert not torch.equal(capped, plain)
     assert z.shape == (1, 14, 4, 4)
     assert rec.stats(1).visible.max() == 2
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:transformers")
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_source_of_a_recurrent_mixer_under_caps(inside: bool) -> None:
+    """nnsight runs a copy of a forward whose source was asked for, from then on: caps reach it there."""
+    theirs = hs.load(build("qwen3_next"))
+    plain, traced = theirs(X), hs.to_nnsight(theirs)
+    with theirs.cap(recurrent=6):
+        capped = theirs(X)
+    mixer = traced.model.layers[0].linear_attn
+    if not inside:
+        assert "torch_chunk_gated_delta_rule_0" in str(mixer.source)
+    with theirs.cap(recurrent=6), theirs.record(stats=hs.Stats(rows=[-1], recurrent=True)) as rec:
+        with traced.trace(X):
+            read = mixer.source.torch_chunk_gated_delta_rule_0.output[0].save()
+            logits = traced.lm_head.output.save()
+        with traced.trace(X):
+            mixer.source.torch_chunk_gated_delta_rule_0.output[0][:] = 0
+            changed = traced.lm_head.output.save()
+    assert torch.equal(logits, capped)
+    assert not torch.allclose(capped, plain, atol=1e-4)
+    assert not torch.allclose(changed, capped, atol=1e-4)
+    assert read.shape == (1, 14, 4, 8)
+    assert rec.stats(0).visible.unique().tolist() == [6 - 4 + 1]
+    for cap in (None, 6):  # and before and after it is off
+        with theirs.cap(recurrent=cap):
+            assert torch.allclose(theirs(X), plain if cap is None else capped, atol=1e-6)
+    with traced.trace(X):
+        logits = traced.lm_head.output.save()
+    assert torch.allclose(logits, plain, atol=1e-5)
 
 
 def test_transformers_models_are_changed_as_ablate_does(theirs: Any) -> None:

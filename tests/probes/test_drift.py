@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 from pathlib import Path
 
@@ -280,6 +281,33 @@ def test_only_the_wanted_rows_are_read(tmp_path, monkeypatch):
     # Heads 0, and 2 with 3 in one read; key heads 0 and 1 are neighbours.
     assert set(read[a + "q_proj.weight"]) == {(K, D), (2 * K, D)}
     assert set(read[a + "k_proj.weight"]) == {(2 * K, D)}
+
+
+def test_a_ladder_of_150_steps_takes_the_memory_of_a_few(tmp_path, monkeypatch):
+    """Tensors alive while a site is read: as many bytes at step 145 as at step 5, in all sites."""
+    cfg = config(("full", "gdn", "nope"))
+    state, steps = weights(cfg), 150
+    q = "blocks.0.attn.q_proj.weight"
+    for n in range(steps):  # on a straight line to the final step
+        put(tmp_path, cfg, {**state, q: state[q] * (2 - n / (steps - 1))}, n)
+    alive: dict[int, list[int]] = {}
+    tensor = Checkpoint.tensor
+
+    def watched(self, name, rows=slice(None)):
+        found = tensor(self, name, rows)
+        if name.endswith("k_proj.weight") and self.step in (5, 75, 145):
+            storages = {x.untyped_storage().data_ptr(): x for x in gc.get_objects() if type(x) is torch.Tensor}
+            alive.setdefault(self.step, []).append(sum(x.untyped_storage().nbytes() for x in storages.values()))
+        return found
+
+    monkeypatch.setattr(Checkpoint, "tensor", watched)
+    table = qk_drift(tmp_path)
+    assert len(table) == steps * 2 * H
+    assert len(alive[5]) == 2
+    assert alive[5] == alive[75] == alive[145]
+    curve = table[(table.layer == 0) & (table["head"] == 1)]
+    assert curve.q_rel.to_numpy() == pytest.approx(1 - curve.step.to_numpy() / (steps - 1), abs=1e-12)
+    assert not table[table.layer == 2].q_rel.any()
 
 
 # transformers' checkpoints
