@@ -1,0 +1,1 @@
+"""The commands of `hybridscope`, by what they are about."""
