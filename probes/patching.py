@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from ..hooks.caps import Edit, refuse_opaque
 from ..hooks.sites import Site
+from .intervals import interval, resample
 from .needles import Needles
 
 DRAWS = 1000
@@ -112,10 +114,10 @@ def patch_heads(
 
 def _interval(patched: Tensor, base: Tensor, source: Tensor) -> tuple[float, float]:
     """95% bootstrap interval of the recovered share over prompts [n]."""
-    draws = torch.randint(0, len(base), (DRAWS, len(base)), generator=torch.Generator().manual_seed(0))
-    moved, whole = ((x - base)[draws].mean(1) for x in (patched, source))
-    low, high = (moved / whole).quantile(torch.tensor([0.025, 0.975], dtype=moved.dtype)).tolist()
-    return low, high
+    drawn = resample(len(base), DRAWS, np.random.default_rng(0))
+    moved, whole = (drawn @ (x - base).numpy() for x in (patched, source))
+    low, high = interval(moved / whole)
+    return float(low), float(high)
 
 
 def swap_values(needles: Needles) -> Needles:

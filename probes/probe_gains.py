@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from .intervals import interval, resample
+
 DRAWS = 1000
 
 
@@ -17,8 +19,7 @@ class Draws:
     def __init__(self, group: np.ndarray) -> None:
         self.number = np.unique(group, return_inverse=True)[1]
         groups = int(self.number.max()) + 1
-        drawn = np.random.default_rng(0).multinomial(groups, np.full(groups, 1 / groups), DRAWS)
-        self.counts = drawn.astype(np.float32)
+        self.counts = resample(groups, DRAWS, np.random.default_rng(0)).astype(np.float32)
 
     def mean(self, right: np.ndarray, tested: np.ndarray) -> tuple[float, np.ndarray]:
         """Sum of `right` [N] by sum of `tested` [N], and the same in every draw."""
@@ -29,12 +30,8 @@ class Draws:
     def interval(self, right: np.ndarray, tested: np.ndarray) -> tuple[float, float, float]:
         """The mean and its 95% interval."""
         mean, draws = self.mean(right, tested)
-        return mean, *interval(draws)
-
-
-def interval(draws: np.ndarray) -> tuple[float, float]:
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return float(low), float(high)
+        low, high = interval(draws)
+        return mean, float(low), float(high)
 
 
 def contrasts(
@@ -71,6 +68,6 @@ def _gain(gained: np.ndarray, tested: np.ndarray, draws: Draws) -> tuple[float, 
 def _row(name: str, layers: int, gain: float, drawn: np.ndarray, seeds: np.ndarray) -> dict[str, Any]:
     low, high = interval(drawn)
     return {
-        "quantity": name, "layers": layers, "gain": gain, "low": low, "high": high,
+        "quantity": name, "layers": layers, "gain": gain, "low": float(low), "high": float(high),
         "seeds_above": float((seeds > 0).mean()),
     }  # fmt: skip
