@@ -15,13 +15,15 @@ from .style import INK, SINGLE, TEXT, dress, new_figure
 from .tables import Rows, check, numbers, pick, single
 
 NAME = "influence"
+BANDS = 3  # lines that bands can be told apart of
 
 
 def influence(table: pd.DataFrame, *, width: float | int = SINGLE) -> Figure:
     """Gradient norm at the embeddings against distance to the last token, both axes logarithmic.
 
     Reads target, distance, influence. One line per `model` or `step` where such a column varies (then one
-    panel per target), else per target. Distance 0 stands at 1/2, as a logarithm has no place for it; a line
+    panel per target), else per target; with `low` and `high` their interval as a band where there are at most three
+    lines. Distance 0 stands at 1/2, as a logarithm has no place for it; a line
     that falls to the bottom became exactly 0 there. Raises ValueError naming a missing column or if all is 0.
     """
     rows = check(table, NAME, "target", "distance", "influence")
@@ -61,6 +63,9 @@ def _lines(axes: Axes, rows: Rows, column: str, names: list[Any]) -> list[Label]
             continue
         text = f"step {name}" if ordered else str(name)
         size = 2.5 if len(line) <= 40 else 0
+        if {"low", "high"} <= set(line.columns) and len(names) <= BANDS:
+            low, high = (np.maximum(numbers(line, side), floor) for side in ("low", "high"))
+            axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0, zorder=1)
         axes.plot(x[y > 0], y[y > 0], linewidth=1.1, markersize=size, mew=0, label=text, **look)
         end = seen[-1]
         if end + 1 < len(y) and y[end + 1] == 0:

@@ -40,6 +40,7 @@ _HOME = {
     "track": "probes.tracking",
     "formation_step": "probes.formation",
     "qk_drift": "probes.drift",
+    "activation_drift": "probes.activation_drift",
     "gradient_influence": "probes.influence",
     "perplexity": "probes.perplexity",
     "long_context_gain": "probes.perplexity",
@@ -65,6 +66,7 @@ __all__ = [
     "Stats",
     "TokenLanguage",
     "__version__",
+    "activation_drift",
     "attention_stats",
     "cap_sweep",
     "causal_check",
@@ -128,6 +130,7 @@ if TYPE_CHECKING:
     from .hooks.record import Stats
     from .hooks.reduce import MeanStats
     from .hooks.sites import Site
+    from .probes.activation_drift import activation_drift
     from .probes.capsweep import cap_sweep
     from .probes.causal import causal_check
     from .probes.cost import cost

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ..hooks.caps import check_site_cap
 from ..hooks.sites import Site
+from .finite import finite_loss
 from .needles import Needles, score_answers
 from .perplexity import bucket_edges
 
@@ -186,7 +187,7 @@ def _measure(model: Any, needles: Needles | None, texts: Tensor | None, first: i
     log_ppl = correct = loss = None
     if texts is not None:
         device = next(model.parameters()).device
-        losses = [model.loss(part.to(device), per_token=True)[:, first:] for part in texts.split(batch)]
+        losses = [finite_loss(model, part.to(device))[:, first:] for part in texts.split(batch)]
         log_ppl = torch.cat([x.cpu() for x in losses]).double().mean().item()
     if needles is not None:
         correct, loss = score_answers(model, needles, batch)

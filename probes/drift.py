@@ -68,8 +68,8 @@ def qk_drift(
     """
     import pandas as pd
 
-    checkpoints = _checkpoints(ladder)
-    against = _references(checkpoints, reference)
+    checkpoints = checkpoints_of(ladder)
+    against = references(checkpoints, reference)
     chosen = _choose(_sites(checkpoints), heads)
     if not all(site.form for site, _ in chosen):
         warnings.warn(
@@ -97,7 +97,7 @@ def qk_drift(
     return table.sort_values(["step", "layer", "site", "head"], kind="stable", ignore_index=True)
 
 
-def _checkpoints(ladder: Any) -> list[Checkpoint]:
+def checkpoints_of(ladder: Any) -> list[Checkpoint]:
     if isinstance(ladder, str | os.PathLike):
         ladder = open_ladder(os.fspath(ladder))
     found = [item if isinstance(item, Checkpoint) else item[1] for item in ladder]
@@ -106,7 +106,7 @@ def _checkpoints(ladder: Any) -> list[Checkpoint]:
     return found
 
 
-def _references(checkpoints: list[Checkpoint], reference: str | int) -> list[Checkpoint | None]:
+def references(checkpoints: list[Checkpoint], reference: str | int) -> list[Checkpoint | None]:
     """What each checkpoint is compared with."""
     if reference == "previous":
         return [None, *checkpoints[:-1]]

@@ -12,12 +12,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
+from .finite import finite_hidden
+from .intervals import interval, resample
 from .perplexity import bucket_edges
 
 if TYPE_CHECKING:
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 TARGETS = ("loss", "logit_sum", "argmax_logit")
 PUBLISHED_ROWS = 20  # rows that the published script averages its target over
 DEFAULT_ROWS = 4  # rows of the loss, where none are named
+BOOTSTRAP = 1000
+DRAWN_AT_ONCE = 4096  # distances whose draws are held at once
+TRIED = 256  # tokens on which the memory of a backward pass is measured
 
 
 def gradient_influence(
@@ -34,7 +40,9 @@ def gradient_influence(
     target: str = "loss",
     rows: Sequence[int] | None = None,
     bins: int | Sequence[int] | None = None,
-    recompute: bool = False,
+    recompute: bool | None = None,
+    budget: float | int = 8.0,
+    seed: int = 0,
 ) -> pd.DataFrame:
     """Norm of a target's gradient w.r.t. each token's embedding, by distance, over documents `tokens` [B,T].
 
@@ -45,16 +53,17 @@ def gradient_influence(
     columns, negative ones from the end; None: four spread over the last quarter for the loss, the last 20
     for the others. `bins`: edges, or how many log-spaced bins, of distance; None: every distance by itself.
 
-    Returns [target, distance, influence, n, mixed]: distance in tokens, mean norm in nats (loss) or logits
-    per unit of embedding, how many norms it is the mean of, one per document, row and token. With bins,
-    `distance` is the mean distance of what lies in [distance_low, distance_high), two more columns, and
-    empty bins are left out.
+    Returns [target, distance, influence, low, high, n, mixed]: distance in tokens, mean norm in nats (loss) or logits
+    per unit of embedding, its 95% bootstrap interval over documents (NaN for one), how many norms it is the mean of,
+    one per document, row and token. With bins, `distance` is the mean distance of what lies in [distance_low,
+    distance_high), two more columns, and empty bins are left out.
 
-    Caps and the other switches apply. No parameter gets a gradient; the model runs in evaluation mode and is
-    left as it was. `recompute=True` keeps only each layer's input for the backward pass and computes the
-    rest again (not inside record()): memory of one layer instead of all. Raises ValueError for an unknown
-    target, rows that do not fit, the last row for the loss (it has no target), or a model without layers
-    that can be recomputed.
+    Caps and the other switches apply. No parameter gets a gradient; the model runs in evaluation mode, one document at
+    a time through fused attention and its backward, and is left as it was. `recompute=True` keeps only each layer's
+    input for the backward pass and computes the rest again (not inside record()): memory of one layer instead of all.
+    None does so where one document would keep more than `budget` GiB, as measured on its first tokens. Raises
+    ValueError for an unknown target, rows that do not fit, the last row for the loss (it has no target), or a model
+    without layers that can be recomputed.
 
     >>> table = gradient_influence(model, documents, bins=24)
     >>> table.plot("distance", "influence", loglog=True)
@@ -66,27 +75,53 @@ def gradient_influence(
     if tokens.ndim != 2 or tokens.shape[0] < 1:
         raise ValueError(f"tokens: shape {tuple(tokens.shape)}; expected documents [B,T]")
     columns = _rows(rows, target, tokens.shape[1])
-    edges = None if bins is None else bucket_edges(bins, max(columns) + 1, "bins")
-    total = torch.zeros(max(columns) + 1, dtype=torch.float64)
-    count = torch.zeros_like(total, dtype=torch.int64)
+    furthest = max(columns) + 1
+    edges = None if bins is None else bucket_edges(bins, furthest, "bins")
     device = next(model.embedding().parameters()).device
-    for document in tqdm(tokens.to(device), desc="gradient_influence", unit="document", delay=2):
+    tokens = tokens.to(device)
+    if recompute is None:
+        recompute = _recomputable(model) and _kept(model, tokens[:1], columns) > budget * 2**30
+    total = np.zeros((tokens.shape[0], furthest))  # of each document, over rows
+    count = np.zeros(furthest, dtype=np.int64)
+    for n, document in enumerate(tqdm(tokens, desc="gradient_influence", unit="document", delay=2)):
         for last, norms in _norms(model, document[None], target, columns, recompute):
-            by_distance = norms[: last + 1].flip(0)
-            total[: last + 1] += by_distance
-            count[: last + 1] += 1
-    span = max(columns) - min(columns) + 1
-    mixed = torch.arange(len(total)) < (span if target != "loss" and span > 1 else 0)
+            total[n, : last + 1] += norms[: last + 1].flip(0).numpy()
+            count[: last + 1] += n == 0  # the rows are those of every document
+    span = furthest - min(columns)
+    mixed = np.arange(furthest) < (span if target != "loss" and span > 1 else 0)
+    low = np.arange(furthest)
+    high = low + 1
+    if edges is not None:
+        bounds = [(a, b) for a, b in itertools.pairwise(edges) if a < furthest]
+        low, high = (np.array(side) for side in zip(*bounds, strict=True))
+    sums, n_rows, distances, mixes = (
+        np.add.reduceat(x[..., : high[-1]], low, axis=-1) for x in (total, count, count * np.arange(furthest), mixed)
+    )
+    means = sums / n_rows
+    ends = _intervals(means, seed)
     table = pd.DataFrame(
         {
             "target": target,
-            "distance": range(len(total)),
-            "influence": (total / count).numpy(),
-            "n": count.numpy(),
-            "mixed": mixed.numpy(),
+            "distance": low if edges is None else distances / n_rows,
+            "influence": means.mean(0),
+            "low": ends[0],
+            "high": ends[1],
+            "n": n_rows * tokens.shape[0],
+            "mixed": mixes > 0,
         }
     )
-    return table if edges is None else _binned(table, edges)
+    return table if edges is None else table.assign(distance_low=low, distance_high=high)
+
+
+def _intervals(means: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """95% bootstrap intervals of the mean over documents of `means` [documents, distances]."""
+    documents, distances = means.shape
+    if documents < 2:
+        return np.full(distances, np.nan), np.full(distances, np.nan)
+    weights = resample(documents, BOOTSTRAP, np.random.default_rng(seed)) / documents
+    parts = [interval(weights @ means[:, i : i + DRAWN_AT_ONCE]) for i in range(0, distances, DRAWN_AT_ONCE)]
+    low, high = zip(*parts, strict=True)
+    return np.concatenate(low), np.concatenate(high)
 
 
 def _rows(rows: Sequence[int] | None, target: str, length: int) -> list[int]:
@@ -115,7 +150,7 @@ def _rows(rows: Sequence[int] | None, target: str, length: int) -> list[int]:
 def _norms(model: Any, tokens: Tensor, target: str, rows: list[int], recompute: bool) -> Iterator[tuple[int, Tensor]]:
     """Per backward pass over one document [1,T]: the row that distance counts from, and the norms [T]."""
     with _differentiable(model, recompute) as leaf:
-        hidden = model.hidden(tokens)
+        hidden = finite_hidden(model, tokens)
         logits = model.unembed_hidden(hidden[:, torch.tensor(rows, device=hidden.device)])[0]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if target == "loss":
@@ -166,18 +201,50 @@ def _differentiable(model: Any, recompute: bool) -> Iterator[Any]:
                 module.training = flag
 
 
-@contextlib.contextmanager
-def _recomputed(model: Any) -> Iterator[None]:
-    """Keep only the layers' inputs for the backward pass (activation checkpointing, arXiv 1604.06174)."""
+def _kept(model: Any, tokens: Tensor, rows: list[int]) -> float:
+    """Bytes that one document [1,T] keeps for its backward pass: those of its first tokens, times their share (no layer
+    keeps more than so much a token)."""
+    few = tokens[:, :TRIED]
+    held: dict[int, int] = {}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with _differentiable(model, False), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        hidden = model.hidden(few)  # held, so that no storage is used twice
+    logits = 4 * 2 * len(rows) * model.vocab_size
+    return sum(held.values()) * tokens.shape[1] / few.shape[1] + logits * bool(hidden.numel())
+
+
+def _recording(model: Any) -> bool:
+    return bool(getattr(model, "recorders", ())) or any(site.tap for site in model.sites)
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The layers known to be safe to run twice."""
     from ..hooks.model import Block
 
-    if getattr(model, "recorders", ()) or any(site.tap for site in model.sites):
-        raise ValueError("recompute: layers run twice, and record() would see both; leave the record() block")
-    layers = [
+    return [
         module
         for module in model.modules()
         if isinstance(module, Block) or any(c.__name__ == "GradientCheckpointingLayer" for c in type(module).__mro__)
     ]
+
+
+def _recomputable(model: Any) -> bool:
+    return not _recording(model) and bool(_layers(model))
+
+
+@contextlib.contextmanager
+def _recomputed(model: Any) -> Iterator[None]:
+    """Keep only the layers' inputs for the backward pass (activation checkpointing, arXiv 1604.06174)."""
+    if _recording(model):
+        raise ValueError("recompute: layers run twice, and record() would see both; leave the record() block")
+    layers = _layers(model)
     if not layers:
         raise ValueError("recompute: this model has no layers known to be safe to run twice")
 
@@ -194,27 +261,3 @@ def _recomputed(model: Any) -> Iterator[None]:
             vars(layer).pop("forward", None)
             if forward is not None:
                 layer.forward = forward
-
-
-def _binned(table: pd.DataFrame, edges: list[int]) -> pd.DataFrame:
-    """Means over bins of distance, every norm counted once."""
-    import pandas as pd
-
-    records = []
-    for low, high in itertools.pairwise(edges):
-        inside = table[(table.distance >= low) & (table.distance < high)]
-        n = int(inside.n.sum())
-        if not n:
-            continue
-        records.append(
-            {
-                "target": table.target.iloc[0],
-                "distance": float((inside.distance * inside.n).sum() / n),
-                "influence": float((inside.influence * inside.n).sum() / n),
-                "n": n,
-                "mixed": bool(inside.mixed.any()),
-                "distance_low": low,
-                "distance_high": high,
-            }
-        )
-    return pd.DataFrame(records)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 LEVEL = 0.95
+DRAWS = 1000
 
 
 def resample(n: int, draws: int, rng: np.random.Generator) -> np.ndarray:
@@ -20,6 +21,17 @@ def interval(values: np.ndarray) -> tuple[Any, Any]:
     tail = (1 - LEVEL) / 2
     low = np.quantile(values, tail, axis=0, method="lower")
     return low, np.quantile(values, 1 - tail, axis=0, method="higher")
+
+
+def mean_interval(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95% bootstrap interval, over documents, of the mean of all their items: `sums` [n] over `counts` [n] items each.
+    NaN for fewer than two documents that have any."""
+    if (counts > 0).sum() < 2:
+        return math.nan, math.nan
+    drawn = resample(len(sums), DRAWS, np.random.default_rng(seed))
+    drawn = drawn[drawn @ counts > 0]
+    low, high = interval((drawn @ sums) / (drawn @ counts))
+    return float(low), float(high)
 
 
 def rank_interval(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -189,7 +189,7 @@ class Measured:
             for (layer, w), hits in of_place.items():
                 accuracy, low, high = self.draws.interval(hits, tested.sum(0))
                 row: dict[str, Any] = {
-                    "layer": layer, **_mixers(self.sites.select(layer)), "where": w, "target": self.target,
+                    "layer": layer, **mixers_of(self.sites.select(layer)), "where": w, "target": self.target,
                     "control": control, "accuracy": accuracy, "low": low, "high": high, "chance": self.chance,
                     "n": right.shape[2], "gain": np.nan, "gain_low": np.nan, "gain_high": np.nan,
                 }  # fmt: skip
@@ -206,7 +206,7 @@ class Measured:
         layers = sorted({layer for layer, _ in self.places})
         if any((layer, w) not in at for layer in layers for w in ("pre", "mid")):
             raise ValueError("where: gains need 'pre' and 'mid'")
-        full = [_mixers(self.sites.select(layer))["kind"] == "full" for layer in layers]
+        full = [mixers_of(self.sites.select(layer))["kind"] == "full" for layer in layers]
         frames = []
         for control, right in self.right.items():
             after, before = ([at[layer, w] for layer in layers] for w in ("mid", "pre"))
@@ -315,10 +315,10 @@ def _checked(solver: str) -> str:
     return "torch" if solver == "auto" else solver
 
 
-def _mixers(sites: Sequence[Site]) -> dict[str, str]:
-    """The kind and mixer columns of a layer with these sites."""
-    kind = min((site.kind for site in sites), key=WIDEST.index)
-    return {"kind": kind, "mixer": "+".join(site.mixer for site in sites)}
+def mixers_of(sites: Sequence[Site]) -> dict[str, str]:
+    """The kind (that of the mixer that sees most) and mixer columns of a layer with these sites."""
+    kind = min((site.kind for site in sites), key=WIDEST.index, default="none")
+    return {"kind": kind, "mixer": "+".join(site.mixer for site in sites) or "none"}
 
 
 def _check_classes(y: np.ndarray, group: np.ndarray, target: str) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..hooks.instrumented import LOSS_ELEMENTS
-from .layerwise import WIDEST
+from .finite import finite_hidden
+from .layerwise import mixers_of
 
 CLOSE = 1e-2
 """How far, relative to its size, the last layer's stream through the final norm may be from the model's own hidden
@@ -60,7 +61,7 @@ def logit_lens(
         mask = None if attention_mask is None else attention_mask[part].to(device)
         at = columns[part]
         with model.record(resid=at) as rec:
-            hidden = model.hidden(tokens[part].to(device), mask)
+            hidden = finite_hidden(model, tokens[part].to(device), mask)
         final = hidden.gather(1, at.to(device)[..., None].expand(-1, -1, hidden.shape[-1])).flatten(0, 1)
         streams = [rec.resid(layer, where).flatten(0, 1).to(device) for layer in range(model.depth)]
         last = streams[-1] if where == "post" else rec.resid(model.depth - 1, "post").flatten(0, 1).to(device)
@@ -71,7 +72,9 @@ def logit_lens(
             row=_repeat(at, model.depth),
         ))  # fmt: skip
     table = pd.concat(frames, ignore_index=True)
-    names = pd.DataFrame([{"layer": layer, **_mixers(model, layer)} for layer in range(model.depth)])
+    names = pd.DataFrame(
+        [{"layer": layer, **mixers_of([s for s in model.sites if s.layer == layer])} for layer in range(model.depth)]
+    )
     table = table.merge(names, on="layer").sort_values(["sample", "row", "layer"], ignore_index=True)
     order = ["sample", "row", "layer", "kind", "mixer", "target", "log_prob", "rank", "kl"]
     order += [f"{name}_{n}" for n in range(top) for name in ("top", "top_log_prob")]
@@ -113,7 +116,7 @@ def _check(model: Any, last: Tensor, final: Tensor) -> None:
     if not float(off) < CLOSE:
         raise ValueError(
             f"logit_lens: the final norm of the last layer's stream is {float(off):.1e} from the model's hidden "
-            "states; this model does more there, or its activations are not finite"
+            "states; this model does more there"
         )
 
 
@@ -152,10 +155,3 @@ def _targets(target: Any, tokens: Tensor, columns: Tensor) -> Tensor | None:
 
 def _repeat(values: Tensor, times: int) -> Any:
     return values.flatten().repeat(times).numpy()
-
-
-def _mixers(model: Any, layer: int) -> dict[str, str]:
-    """Kind (that of the mixer that sees most) and mixers of a layer."""
-    sites = [site for site in model.sites if site.layer == layer]
-    kind = min((site.kind for site in sites), key=WIDEST.index, default="none")
-    return {"kind": kind, "mixer": "+".join(site.mixer for site in sites) or "none"}

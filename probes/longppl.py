@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from .intervals import interval, resample
+from .finite import finite_loss
+from .intervals import mean_interval
 from .perplexity import context_losses
 
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 GAIN = 2.0  # nats that long context must be worth
 SURPRISE = 2.0  # nats: most that a key token may cost under it
-BOOTSTRAP = 1000
 
 
 @dataclasses.dataclass
@@ -106,16 +106,12 @@ def long_perplexity(
     device = next(model.embedding().parameters()).device
     losses = torch.cat(
         [
-            model.loss(part.to(device), per_token=True).double().cpu()
+            finite_loss(model, part.to(device)).double().cpu()
             for part in tqdm(tokens.split(batch_size), desc="LongPPL", unit="batch", delay=2)
         ]
     )
     sums, counts = (losses * keys).sum(1).numpy(), keys.sum(1).numpy()
-    low, high = np.nan, np.nan
-    if len(sums) > 1:
-        drawn = resample(len(sums), BOOTSTRAP, np.random.default_rng(seed))
-        drawn = drawn[drawn @ counts > 0]
-        low, high = interval((drawn @ sums) / (drawn @ counts))
+    low, high = mean_interval(sums, counts, seed)
     log = float(sums.sum() / n)
     row = {
         "evaluator": evaluator.evaluator, "context": evaluator.context, "long_ppl": float(np.exp(log)),

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .finite import finite_hidden
 from .haystacks import TokenLanguage, columns, encode, text_haystack
 
 Name = Literal["tokens", "repeat", "essay"]
@@ -252,7 +253,7 @@ def score_answers(model: Any, needles: Needles, batch: int = 32) -> tuple[Tensor
     for part in needles.batches(batch):
         part = part.to(next(model.parameters()).device)
         rows, real = part.answer_rows.clamp(min=0), part.answers >= 0
-        hidden = model.hidden(part.tokens, part.attention_mask)
+        hidden = finite_hidden(model, part.tokens, part.attention_mask)
         picked = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         logits = model.unembed_hidden(picked)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

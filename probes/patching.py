@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from ..hooks.caps import Edit, refuse_opaque
 from ..hooks.sites import Site
+from .finite import finite_hidden
 from .intervals import interval, resample
 from .needles import Needles
 
@@ -161,7 +162,7 @@ class _Pair:
     def measure(self, model: Any, tokens: Tensor) -> Tensor:
         """The metric of each prompt, fp64 [n] on the CPU."""
         device = next(model.parameters()).device
-        hidden = model.hidden(tokens.to(device), None if self.mask is None else self.mask.to(device))
+        hidden = finite_hidden(model, tokens.to(device), None if self.mask is None else self.mask.to(device))
         at, real = self.at.clamp(min=0).to(device), (self.answer >= 0).to(device)
         logits = model.unembed_hidden(hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))).double()
         answer = self.answer.clamp(min=0).to(device)

@@ -6,12 +6,15 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..hooks.instrumented import Instrumented
+from .finite import finite_hidden, finite_loss
+from .intervals import mean_interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,6 +29,7 @@ def perplexity(
     buckets: int | Sequence[int] | None = None,
     attention_mask: Tensor | None = None,
     batch_size: int = 8,
+    seed: int = 0,
 ) -> pd.DataFrame:
     """Mean next-token loss by position of the predicting row, over documents `tokens` [B,T].
 
@@ -34,12 +38,13 @@ def perplexity(
     padding: positions count real tokens, and only rows whose own token and next token are real count.
     `batch_size` documents run at once. Caps are respected.
 
-    Returns [position_low, position_high, loss, n, sem]: bucket [low,high) in tokens, mean loss in nats a
-    token (the perplexity is its exponential), how many rows, and the standard error of the mean taking rows
-    as independent (NaN for one row). Buckets without rows are left out. Row T-1 predicts nothing and is in
-    no bucket.
+    Returns [position_low, position_high, loss, low, high, n]: bucket [low,high) in tokens, mean loss in nats a
+    token (the perplexity is its exponential), its 95% bootstrap interval over documents (NaN for one; rows of a
+    document are not independent), and how many rows. Buckets without rows are left out. Row T-1 predicts nothing and
+    is in no bucket.
 
-    Raises ValueError for T < 2, bad buckets, a mask of another shape, or one that leaves no row.
+    Raises ValueError for T < 2, bad buckets, a mask of another shape, one that leaves no row, or a loss that is NaN or
+    infinite (naming the first layer).
 
     >>> perplexity(model, documents, buckets=[0, 128, 512, 2048]).plot("position_low", "loss")
     """
@@ -49,11 +54,11 @@ def perplexity(
     edges = torch.tensor(bucket_edges(buckets, tokens.shape[1] - 1, "buckets"))
     if attention_mask is not None and attention_mask.shape != tokens.shape:
         raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {tuple(tokens.shape)}")
-    losses, positions = [], []
+    losses, positions, documents = [], [], []
     for start in tqdm(range(0, tokens.shape[0], batch_size), desc="perplexity", unit="batch", delay=2):
         part = tokens[start : start + batch_size].to(next(model.embedding().parameters()).device)
         mask = None if attention_mask is None else attention_mask[start : start + batch_size]
-        loss = model.loss(part, per_token=True, attention_mask=mask)
+        loss = finite_loss(model, part, mask)
         if mask is None:
             position = torch.arange(loss.shape[1], device=loss.device).expand_as(loss)
             keep = torch.ones_like(position, dtype=torch.bool)
@@ -63,24 +68,29 @@ def perplexity(
             keep = (real[:, :-1] & real[:, 1:]).to(loss.device)
         losses.append(loss[keep].double().cpu())
         positions.append(position[keep].cpu())
+        documents.append((start + torch.arange(len(loss), device=keep.device))[:, None].expand_as(keep)[keep].cpu())
+    document, B = torch.cat(documents), tokens.shape[0]
     values, bucket = torch.cat(losses), torch.bucketize(torch.cat(positions), edges, right=True) - 1
     if not values.numel():
         raise ValueError("attention_mask: no row is left that predicts a real token")
     records = []
     for n, (low, high) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
-        inside = values[bucket == n]
+        inside, of = values[bucket == n], document[bucket == n]
         count = inside.numel()
         if not count:
             continue
-        row = {"position_low": low, "position_high": high, "loss": float(inside.mean()), "n": count}
-        records.append({**row, "sem": float(inside.std()) / count**0.5 if count > 1 else float("nan")})
+        ends = mean_interval(of.bincount(inside, B).numpy(), of.bincount(minlength=B).numpy(), seed)
+        records.append({
+            "position_low": low, "position_high": high, "loss": float(inside.mean()), "low": ends[0], "high": ends[1],
+            "n": count,
+        })  # fmt: skip
     return pd.DataFrame(records)
 
 
 @torch.no_grad()
 def long_context_gain(
-    model: Instrumented, tokens: Tensor, context: int = 256, stride: int = 32, batch_size: int = 32
-) -> float:
+    model: Instrumented, tokens: Tensor, context: int = 256, stride: int = 32, batch_size: int = 32, seed: int = 0
+) -> pd.DataFrame:
     """Loss with only the last `context` tokens minus loss with all, on the same targets, in nats a token.
 
     Documents `tokens` [B,T]. Scored are the rows t = context, context + stride, ... up to T-2: each predicts
@@ -89,12 +99,23 @@ def long_context_gain(
     `stride` only thins out the rows: windows cost context/stride times the tokens of the documents.
     `batch_size` windows run at once.
 
+    One row: [context, gain, low, high, loss, short_loss, n]: `low`, `high` a 95% bootstrap interval of the gain over
+    documents (NaN for one), the mean losses with all and with the short context, and how many rows.
+
     Raises ValueError where no row has more than `context` tokens before its target.
 
     >>> long_context_gain(model, documents, context=256)
     """
-    _, whole, short = context_losses(model, tokens, context, stride, batch_size)
-    return float((short - whole).mean())
+    import pandas as pd
+
+    rows, whole, short = context_losses(model, tokens, context, stride, batch_size)
+    gains = (short - whole).numpy()
+    low, high = mean_interval(gains.sum(1), np.full(len(gains), len(rows)), seed)
+    row = {
+        "context": context, "gain": gains.mean(), "low": low, "high": high, "loss": float(whole.mean()),
+        "short_loss": float(short.mean()), "n": gains.size,
+    }  # fmt: skip
+    return pd.DataFrame([row])
 
 
 @torch.no_grad()
@@ -116,11 +137,11 @@ def context_losses(
     with tqdm(total=tokens.shape[0] * len(rows), desc="short contexts", unit="row", delay=2) as bar:
         for document in tokens:
             target = document[rows + 1]
-            whole.append(_row_losses(model, model.hidden(document[None])[0], rows, target))
+            whole.append(_row_losses(model, finite_hidden(model, document[None])[0], rows, target))
             windows = document.unfold(0, context, 1)[rows - context + 1]
             part = []
             for start in range(0, len(rows), batch_size):
-                last = model.hidden(windows[start : start + batch_size])[:, -1]
+                last = finite_hidden(model, windows[start : start + batch_size])[:, -1]
                 part.append(_row_losses(model, last, None, target[start : start + batch_size]))
                 bar.update(last.shape[0])
             short.append(torch.cat(part))

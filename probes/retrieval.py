@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ..hooks.record import Stats
 from ..hooks.sites import Site
+from .finite import finite_hidden
 from .intervals import interval, rank_interval, resample
 from .needles import Needles, answered
 
@@ -119,7 +120,7 @@ def head_scores(
     tail = torch.arange(T - last_rows, T, device=device).expand(len(needles), -1)
     labels = needles.key_labels() if value is None else value.to(torch.uint8)
     with torch.no_grad(), model.record(stats=Stats(rows=torch.cat([answer, tail], 1), labels=labels.to(device))) as rec:
-        model.hidden(moved.tokens, moved.attention_mask)
+        finite_hidden(model, moved.tokens, moved.attention_mask)
     out = {}
     for site in sites:
         s = rec.stats(site.layer, site.index)
@@ -162,7 +163,7 @@ def query_scores(
     for sign, tokens in ((1, needles.tokens), (-1, empty)):
         wanted = Stats(rows=columns.to(device), labels=needles.key_labels().to(device), top1=False, distance=False)
         with torch.no_grad(), model.record(stats=wanted) as rec:
-            model.hidden(tokens.to(device), mask)
+            finite_hidden(model, tokens.to(device), mask)
         for site in sites:
             mass = rec.stats(site.layer, site.index).mass[..., 1].double()
             mean = ((mass * asked).sum(1) / asked.sum(1)).cpu()

@@ -116,11 +116,7 @@ class Plan:
 
     def measure(self, model: Any, step: int, tokens: int | None) -> pd.DataFrame:
         """One step, one record per prompt and head."""
-        found = shape_of(model)
-        first, expected = self.shape = self.shape or (step, found)
-        if found != expected:
-            a, b = next((a, b) for a, b in zip([*expected, None], [*found, None], strict=False) if a != b)
-            raise ValueError(f"track: a ladder is one model, and steps {first} and {step} differ: {a} became {b}")
+        self.shape = same_shape("track", self.shape, step, model)
         heads = self.best(model) if self.heads == "each" else self.heads
         rows = track_step(model, self.needles, heads, last_rows=self.last_rows, compat=self.compat, batch=self.batch)
         rows.insert(0, "step", step)
@@ -132,6 +128,18 @@ def shape_of(model: Any) -> list[tuple[Any, ...]]:
     """What must not change from step to step: the vocabulary, and of each site its place, mixer and widths."""
     sites = [(s.name, s.mixer, s.window, s.heads, s.kv_heads, s.key_dim, s.value_dim) for s in model.sites]
     return [("vocabulary", model.vocab_size), *sites]
+
+
+def same_shape(
+    name: str, known: tuple[int, list[tuple[Any, ...]]] | None, step: int, model: Any
+) -> tuple[int, list[tuple[Any, ...]]]:
+    """The step and shape that all steps must have: `known`, or the first model's. ValueError where one differs."""
+    found = shape_of(model)
+    first, expected = known or (step, found)
+    if found != expected:
+        a, b = next((a, b) for a, b in zip([*expected, None], [*found, None], strict=False) if a != b)
+        raise ValueError(f"{name}: a ladder is one model, and steps {first} and {step} differ: {a} became {b}")
+    return first, expected
 
 
 def track_step(

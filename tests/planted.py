@@ -2,7 +2,9 @@
 
 Layer 0 (a window of 2, attention uniform) writes the mean of a token and the one before it. Layer 1 (no positions)
 finds the token that followed the query's token before: with strength L its score there is L, and 0 elsewhere. Head 0 of
-layer 1 writes what it reads; the unembedding reads only that. Layer 2 does nothing.
+layer 1 writes what it reads; the unembedding reads only that. Layer 2 does nothing, or (`last="gdn"`) is a recurrence
+with weights at random that cannot retrieve: its state is gone after one token, so that it sees no further than its
+convolution, and it writes where the unembedding does not read.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ WEAK = math.log(T - 1)  # ... and one half
 def planted(
     strength: Mapping[int, float] = {0: STRONG, 2: WEAK},
     tokens: Mapping[int, Iterable[int]] = {},
+    last: str = "full",
 ) -> hs.HybridLM:
     """`strength` by head of layer 1; `tokens`: by head, the query tokens it answers to (all)."""
     V = LANGUAGE.vocab_size
     D = 3 * V
-    config = hs.HybridConfig(["swa:2", "nope", "full"], 3, D, HEADS, V, head_dim=V, d_ff=2, norm_eps=1e-14, context=T)
+    config = hs.HybridConfig(["swa:2", "nope", last], 3, D, HEADS, V, head_dim=V, d_ff=2, norm_eps=1e-14, context=T)
     model = hs.HybridLM(config).double().eval().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.ndim == 2:
@@ -51,6 +54,14 @@ def planted(
         second.k_proj.weight[rows, own] = -1 / scale * eye
     second.v_proj.weight[own, own] = eye / scale
     second.o_proj.weight[read, own] = eye
+    if last == "gdn":
+        forgetful = model.layers[2].attn
+        torch.manual_seed(0)
+        forgetful.init_weights(0.3)
+        forgetful.o_proj.weight[read] = 0
+        forgetful.decay.log_rate.fill_(math.log(1000.0))  # e^-1000 a token and more
+        forgetful.decay.bias.fill_(1.0)
+        forgetful.decay_proj.weight.zero_()
     return model
 
 

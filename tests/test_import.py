@@ -29,6 +29,14 @@ def test_names_are_listed_before_they_are_loaded() -> None:
     assert run(code) == "True"
 
 
+def test_every_public_name_is_there_and_says_what_it_is() -> None:
+    import hybridscope
+
+    assert set(hybridscope.__all__) == {*hybridscope._HOME, "figures", "__version__"}
+    for name in hybridscope._HOME:
+        assert getattr(hybridscope, name).__doc__
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     import hybridscope
 

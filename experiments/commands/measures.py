@@ -176,6 +176,8 @@ def track(
     top: int = 4,
     heads: Literal["final", "each", "all"] = "final",
     compat: Literal["qiao2026"] | None = None,
+    reference: Literal["final", "first", "previous"] = "final",
+    activations: bool = False,
     haystack: Haystack | None = None,
     seed: int = 0,
     out: Path | None = None,
@@ -192,12 +194,15 @@ def track(
         top: Heads to follow.
         heads: The top heads of the final step, followed back; those of each step; or all full-attention heads.
         compat: As the published script measures.
+        reference: Step that Q/K drift is measured from.
+        activations: Also compare queries, keys and scores on 16 of the prompts with the reference step's.
         haystack: essay and repeat need a tokenizer; by default what suits the model.
         seed: Seed of the prompts.
         out: Table to write; the figure and the tables of drift, formation and single prompts go beside it.
     """
     from ... import figures
     from ...hooks.ladder import ladder
+    from ...probes.activation_drift import activation_drift
     from ...probes.drift import qk_drift
     from ...probes.formation import formation_step
     from ..tables import provenance, read_table, save_table
@@ -208,10 +213,16 @@ def track(
     needles = needles_of(final.load(), final.path, n, length, haystack, None, seed, far=True)
     file = place("track", source, out)
     table = track_to(file, steps, needles, None if heads == "final" else heads, top=top, compat=compat)
-    followed = table[["layer", "site", "head"]].drop_duplicates().to_numpy()
-    drift = qk_drift(steps, heads=[tuple(map(int, h)) for h in followed])
-    save_table(drift, file.with_name(file.stem + "-drift.parquet"), provenance("drift", source))
+    followed = [tuple(map(int, h)) for h in table[["layer", "site", "head"]].drop_duplicates().to_numpy()]
+    drift = qk_drift(steps, heads=followed, reference=reference)
+    facts = provenance("drift", source, reference=reference)
+    save_table(drift, file.with_name(file.stem + "-drift.parquet"), facts)
     show(table.groupby("step", as_index=False)[["mass", "entropy", "copy", "accuracy"]].mean())
+    if activations:
+        moved = activation_drift(steps, needles.tokens[:16], followed, reference)
+        facts = provenance("activation-drift", source, reference=reference, n=16, seed=seed)
+        save_table(moved, file.with_name(file.stem + "-activations.parquet"), facts)
+        show(moved.groupby("step", as_index=False)[["q_rel", "k_rel", "score_rel", "attention_tv"]].mean())
     formed = None
     if heads != "all" and "full" in set(table["kind"]):  # the best of all heads would be chosen on what it is shown on
         formed = formation_step(read_table(samples_of(file))[0], seed=seed)

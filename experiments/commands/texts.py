@@ -14,6 +14,7 @@ def influence(
     n: int = 16,
     length: int | None = None,
     target: Literal["loss", "logit_sum", "argmax_logit"] = "loss",
+    bins: int = 24,
     seed: int = 0,
     out: Path | None = None,
 ) -> None:
@@ -24,6 +25,7 @@ def influence(
         n: Documents.
         length: Tokens per document; by default the model's context, at most 1,024.
         target: The next token's loss, or the published logit targets.
+        bins: Log-spaced bins of distance; 0: every distance by itself.
         seed: Seed of the documents.
         out: Table to write; the figure goes beside it.
     """
@@ -33,8 +35,11 @@ def influence(
 
     file = place("influence", source, out)
     model = load_source(source)
-    table = gradient_influence(model, documents_for(model, source, n, length=length, seed=seed), target=target)
-    keep(table, "influence", source, file, figures.influence(table), n=n, target=target, seed=seed)
+    documents = documents_for(model, source, n, length=length, seed=seed)
+    table = gradient_influence(model, documents, target=target, bins=bins or None, seed=seed)
+    if bins:
+        show(table.drop(columns="target"))
+    keep(table, "influence", source, file, figures.influence(table), n=n, target=target, bins=bins, seed=seed)
 
 
 def perplexity(
@@ -55,7 +60,7 @@ def perplexity(
         evaluator: Checkpoint whose key tokens LongPPL is over; one for all models that are compared.
         context: Short context in tokens, for the gain and for LongPPL; by default 256, or half of shorter documents.
         seed: Seed of the documents.
-        out: Table to write; the figure and the LongPPL table go beside it.
+        out: Table to write; the figure and the tables of the gain and of LongPPL go beside it.
     """
     from ... import figures
     from ...probes.longppl import long_perplexity
@@ -75,7 +80,10 @@ def perplexity(
     show(table)
     if documents.shape[1] >= context + 2:
         gain = long_context_gain(model, documents, context=context)
-        print(f"all context over the last {context} tokens is worth {gain:.4g} nats a token")
+        print("\nwhat all context is worth over the last tokens alone (nats a token)")
+        show(gain)
+        facts = provenance("gain", source, n=n, seed=seed, context=context)
+        save_table(gain, file.with_name(file.stem + "-gain.parquet"), facts)
     if judged is not None:
         show(judged)
         facts = provenance("longppl", source, n=n, seed=seed, evaluator=evaluator, context=context)

@@ -243,6 +243,16 @@ def test_track_other_heads(here, capsys, tmp_path, heads, count):
     assert len(written(run(capsys, *args), "track")) == count
 
 
+def test_track_with_activations(here, capsys, tmp_path):
+    args = ["track", "planted", "--n", "8", "--top", "1", "--out", str(tmp_path / "t.parquet")]
+    run(capsys, *args, "--reference", "final", "--activations")
+    for name, column in (("drift", "qk_rel"), ("activations", "score_rel")):
+        table, facts = read_table(tmp_path / f"t-{name}.parquet")
+        assert facts["settings"]["reference"] == "final"
+        values = table.set_index("step")[column]
+        assert values[0] > values[10] > values[20] == 0
+
+
 def test_track_with_its_drift_and_again(here, capsys):
     args = ["track", "planted", "--n", "8", "--top", "2"]
     table = written(run(capsys, *args), "track")
@@ -270,7 +280,7 @@ def test_perplexity_over_key_tokens_names_their_evaluator(here, capsys, tmp_path
     args = ["perplexity", "planted/step-000020", "--n", "16", "--context", "12", "--out", str(out)]
     printed = run(capsys, *args, "--evaluator", judge)
     written(printed, "perplexity")
-    assert "all context over the last 12 tokens is worth" in printed
+    assert "what all context is worth over the last tokens alone" in printed
     table, facts = read_table(tmp_path / "p-longppl.parquet")
     assert table["evaluator"].tolist() == [judge]
     assert facts["settings"]["evaluator"] == judge

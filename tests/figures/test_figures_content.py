@@ -1,5 +1,7 @@
 """What is drawn is what the table says, for every kind in it."""
 
+import math
+
 import figure_tables as tables
 import matplotlib
 import numpy as np
@@ -214,6 +216,16 @@ def test_influence_draws_one_line_per_model_and_lets_zeros_fall_to_the_bottom():
     assert list(line.get_ydata()) == list(rows["influence"])
     assert list(line.get_xdata()) == [0.5, *rows["distance"][1:]]
     assert lines(panels[0])["_3:1 gdn becomes 0"].get_ydata()[-1] == panels[0].get_ylim()[0]
+
+
+def test_influence_shows_intervals_where_the_table_has_them():
+    table = tables.influence(targets=("loss",), models=("full",))
+    bare = figures.influence(table).axes[0]
+    spread = figures.influence(table.assign(low=table.influence / 2, high=2 * table.influence)).axes[0]
+    assert not bare.collections
+    (band,) = spread.collections
+    assert band.get_paths()[0].vertices[:, 1].max() == pytest.approx(2 * table.influence.max())
+    figures.influence(table.assign(low=math.nan, high=math.nan))  # one document
 
 
 def test_influence_without_a_series_column_draws_one_line_per_target():

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, model_of, tokens_of
+from helpers import Largest, assert_close, model_of, tokens_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hybridscope as hs
 from hybridscope.hooks.instrumented import Instrumented
 from hybridscope.hooks.sites import Sites
+from hybridscope.probes import influence
 from hybridscope.probes.influence import gradient_influence
 
 
@@ -48,7 +50,7 @@ def model():
 def test_loss_matches_finite_differences(model):
     tokens = tokens_of(1, 9)
     table = gradient_influence(model, tokens, rows=[5])
-    assert list(table.columns) == ["target", "distance", "influence", "n", "mixed"]
+    assert list(table.columns) == ["target", "distance", "influence", "low", "high", "n", "mixed"]
     assert list(table.distance) == [0, 1, 2, 3, 4, 5]  # later tokens cannot matter
     expected = differences(model, tokens, loss_at(5, tokens))
     assert torch.allclose(torch.tensor(table.influence), expected[:6].flip(0), rtol=1e-6)
@@ -119,6 +121,33 @@ def test_bins_are_means_over_every_norm_in_them(model):
     assert (logarithmic.distance_high[:-1].to_numpy() == logarithmic.distance_low[1:].to_numpy()).all()
 
 
+def test_intervals_are_over_documents(model):
+    """The sampling spread of the mean of documents, whatever the number of rows and tokens in them."""
+    tokens = tokens_of(12, 24)
+    table = gradient_influence(model, tokens, rows=[15, 20], bins=[0, 1, 4, 16])
+    alone = [gradient_influence(model, t[None], rows=[15, 20], bins=[0, 1, 4, 16]) for t in tokens]
+    means = torch.tensor([list(a.influence) for a in alone], dtype=torch.float64)
+    assert torch.allclose(means.mean(0), torch.tensor(table.influence))
+    error = means.std(0, correction=0) / 12**0.5
+    width = torch.tensor((table.high - table.low).to_numpy()) / (2 * 1.96)
+    assert torch.allclose(width, error, rtol=0.2)
+    assert ((table.low <= table.influence) & (table.influence <= table.high)).all()
+    assert all(a.low.isna().all() for a in alone)  # one document says nothing about others
+    same = gradient_influence(model, tokens[:1].expand(3, -1))
+    assert torch.allclose(torch.tensor(same.low), torch.tensor(same.high))
+
+
+def test_no_tensor_holds_tokens_by_tokens():
+    """Fused attention and its backward, under windows, caps with sinks and recurrences too."""
+    model, T = model_of("full", "swa:7", "gdn", d_model=8, heads=1), 1500
+    with Largest() as largest, model.cap(full=40, sinks=2):
+        gradient_influence(model, tokens_of(1, T), rows=[-2])
+    assert 0 < largest.elements < T * T / 4
+    with Largest() as largest:
+        gradient_influence(model, tokens_of(1, T), "argmax_logit", bins=8)
+    assert 0 < largest.elements < T * T / 4
+
+
 def test_the_model_is_left_as_it_was(model):
     model.requires_grad_(True)
     model.embed.weight.requires_grad_(False)
@@ -153,9 +182,27 @@ def test_recomputing_layers_changes_nothing_but_memory(model):
 
     assert_close(run(True), run(False))
     assert kept[0] < kept[1] / 3
+    small, large = (hs.gradient_influence(model, tokens, budget=budget).influence for budget in (0, 8))
+    assert small.tolist() == pytest.approx(large.tolist())
     assert "forward" not in vars(model.blocks[0])
     with model.record(resid="last"), pytest.raises(ValueError, match="record"):
         gradient_influence(model, tokens, recompute=True)
+
+
+def test_layers_are_recomputed_where_a_document_would_keep_more_than_the_budget(model, monkeypatch):
+    used = []
+    monkeypatch.setattr(influence, "checkpoint", lambda f, *a, **o: used.append(1) or checkpoint(f, *a, **o))
+    tokens = tokens_of(1, 400)
+    gradient_influence(model, tokens, rows=[300])
+    assert not used
+    gradient_influence(model, tokens, rows=[300], budget=1e-6)
+    assert len(used) == 3
+    # What is measured on the first tokens is what the document keeps.
+    kept = influence._kept(model, tokens, [300])
+    assert kept == pytest.approx(influence._kept(model, tokens[:, :256], [300]) * 400 / 256, rel=0.01)
+    with model.record(resid="last"):  # where layers cannot run twice, None keeps everything
+        gradient_influence(model, tokens, rows=[300], budget=1e-6)
+    assert len(used) == 3
 
 
 def llama() -> nn.Module:

@@ -24,12 +24,23 @@ def model():
 def test_one_bucket_a_position_is_the_loss_of_each_row(model):
     tokens = tokens_of(5, 9)
     table = perplexity(model, tokens, buckets=range(9), batch_size=2)
-    assert list(table.columns) == ["position_low", "position_high", "loss", "n", "sem"]
+    assert list(table.columns) == ["position_low", "position_high", "loss", "low", "high", "n"]
     expected = row_losses(model, tokens)
     assert list(table.position_low) == list(range(8))  # row 8 predicts nothing
     assert (table.n == 5).all()
     assert torch.allclose(torch.tensor(table.loss), expected.mean(0), rtol=1e-12)
-    assert torch.allclose(torch.tensor(table["sem"]), expected.std(0) / 5**0.5, rtol=1e-12)
+    assert ((table.low <= table.loss) & (table.loss <= table.high)).all()
+
+
+def test_intervals_are_over_documents_however_many_rows_they_have(model):
+    """The sampling spread of a mean of documents; that of rows would be many times too narrow where they agree."""
+    tokens = tokens_of(16, 20)
+    table = perplexity(model, tokens, buckets=[0, 19])
+    spread = row_losses(model, tokens).mean(1).std(correction=0) / 16**0.5
+    assert float(table.high[0] - table.low[0]) / (2 * 1.96) == pytest.approx(float(spread), rel=0.15)
+    assert perplexity(model, tokens[:1]).low.isna().all()
+    copies = perplexity(model, tokens[:1].expand(4, -1))
+    assert copies.low.to_numpy() == pytest.approx(copies.high.to_numpy())
 
 
 @pytest.mark.parametrize("buckets", [None, 1, 4, 100])
@@ -105,20 +116,25 @@ def test_gain_by_hand(model, stride):
         for b in range(2)
         for t in range(4, 14, stride)
     ]
-    gain = long_context_gain(model, tokens, context=4, stride=stride, batch_size=3)
-    assert gain == pytest.approx(sum(gains) / len(gains))
+    table = long_context_gain(model, tokens, context=4, stride=stride, batch_size=3)
+    assert list(table.columns) == ["context", "gain", "low", "high", "loss", "short_loss", "n"]
+    assert table.gain[0] == pytest.approx(sum(gains) / len(gains))
+    assert table.short_loss[0] - table.loss[0] == pytest.approx(table.gain[0])
+    documents = [sum(half) / len(half) for half in (gains[: len(gains) // 2], gains[len(gains) // 2 :])]
+    assert [table.low[0], table.high[0]] == pytest.approx(sorted(documents))  # of two, all draws of one of them
+    assert table.n[0] == len(gains)
 
 
 def test_a_model_that_cannot_see_further_gains_nothing():
     model = model_of("swa:3", "swa:4")
     tokens = tokens_of(2, 40)
     assert model.reach() == 6
-    assert long_context_gain(model, tokens, context=6, stride=1) == pytest.approx(0, abs=1e-12)
-    assert abs(long_context_gain(model, tokens, context=5, stride=1)) > 1e-6
+    assert long_context_gain(model, tokens, context=6, stride=1).gain[0] == pytest.approx(0, abs=1e-12)
+    assert abs(long_context_gain(model, tokens, context=5, stride=1).gain[0]) > 1e-6
 
 
 def test_gain_needs_text_longer_than_the_context(model):
-    assert long_context_gain(model, tokens_of(1, 8), context=6) != 0
+    assert long_context_gain(model, tokens_of(1, 8), context=6).gain[0] != 0
     with pytest.raises(ValueError, match="8"):
         long_context_gain(model, tokens_of(1, 7), context=6)
     for wrong in ({"context": 0}, {"context": 2, "stride": 0}):
