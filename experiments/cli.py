@@ -1,5 +1,5 @@
-"""Command line: `hybridscope demo | train | probe | cap | heads | track | influence | perplexity | fit | cost |
-plot | doctor | bench`."""
+"""Command line: `hybridscope demo | train | probe | cap | heads | track | influence | perplexity | ruler | lm |
+fit | cost | plot | doctor | bench`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import sys
 import tyro
 
 from .bench.command import bench
+from .commands.evaluations import lm, ruler
 from .commands.measures import cap, heads, probe, track
 from .commands.runs import cost, demo, doctor, plot, train
 from .commands.texts import fit, influence, perplexity
 
 COMMANDS = {
     "demo": demo, "train": train, "probe": probe, "cap": cap, "heads": heads, "track": track, "influence": influence,
-    "perplexity": perplexity, "fit": fit, "cost": cost, "plot": plot, "doctor": doctor, "bench": bench,
+    "perplexity": perplexity, "ruler": ruler, "lm": lm, "fit": fit, "cost": cost, "plot": plot,
+    "doctor": doctor, "bench": bench,
 }  # fmt: skip
 
 
