@@ -67,7 +67,8 @@ class Record:
         self._sites = {(s.layer, s.index): s for s in model.sites}
         self._depth: int = model.depth
         self._positions = resid.cpu() if isinstance(resid, Tensor) else resid
-        self._rows = stats.rows.cpu() if stats is not None and isinstance(stats.rows, Tensor) else stats and stats.rows
+        rows = None if stats is None else stats.rows
+        self._rows = rows.cpu() if isinstance(rows, Tensor) else rows
         self._spec = stats
         labels = None if stats is None else stats.labels
         self._labels = None if labels is None else label_sets(labels, *labels.shape[:2])
@@ -294,8 +295,8 @@ class Record:
         if not (first and means):
             means.append(Mean())
         for r in rows.split(min(at_once or MEAN_ROWS, MEAN_ROWS), 1):
-            at = None if real is None else to_device(r, real.device).expand(real.shape[0], -1)
-            means[-1].add(some(r), None if real is None or at is None else real.gather(1, at))
+            kept = None if real is None else real.gather(1, to_device(r, real.device).expand(real.shape[0], -1))
+            means[-1].add(some(r), kept)
 
 
 @contextlib.contextmanager
