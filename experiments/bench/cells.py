@@ -31,12 +31,17 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"n_layers": 2, "d_model": 64, "n_heads": 2, "d_ff": 96, "vocab_size": 128, "mixers": {}},
 }
 PATTERNS = ("full", "gdn@pure", "fla-gdn", "gdn", "swa:512", "mamba2", "lightning")
-PLAN = [  # what is asked for without options, in this order
-    *[f"340m/4096/{p}" for p in (*PATTERNS, "full/cudnn", "full/blocks", "full/plain-loss")],
-    *[f"340m/4096/{p}" for p in ("fla-gdn-compiled", "kda@pure", "fla-kda", "llama")],
-    *[f"{size}/{p}" for size in ("100m/4096", "340m/16384", "15m/4096", "340m/2048") for p in PATTERNS],
-    *[f"{size}/{p}" for size in ("100m/16384", "100m/2048", "15m/2048", "15m/16384") for p in PATTERNS],
-]
+PEER_NAMES = ("fla-gdn", "fla-kda")  # of peers that run as shipped
+EXTRA = ("kda@pure", "fla-kda", "llama", "full/cudnn", "full/plain-loss")
+FIRST = ("100m/4096", "340m/16384", "15m/4096", "340m/2048")
+LATER = ("100m/16384", "100m/2048", "15m/2048", "15m/16384")
+PLAN = [  # what is asked for without options, in this order; blocks: compiling the whole model is minutes a cell
+    "340m/4096/full",
+    *[f"{size}/{p}" + "/blocks" * (p not in PEER_NAMES) for size, patterns in (
+        ("340m/4096", PATTERNS + EXTRA), *((size, PATTERNS) for size in FIRST + LATER),
+    ) for p in patterns],
+    "340m/4096/gdn@pure", "340m/4096/fla-gdn-compiled",
+]  # fmt: skip
 TAGS = {
     "blocks": ("compile", "blocks"), "uncompiled": ("compile", "none"), "plain-loss": ("loss", "plain"),
     "cudnn": ("attention", "cudnn"), "flash": ("attention", "flash"),

@@ -122,7 +122,11 @@ def _opened(out: Path, device: str) -> workers.Row:
     return {
         "bench": "attention_stats", "device": gpu, "nominal_peak": nominal_peak(gpu), "measured_peak": None,
         "versions": {name: version_of(name) for name in ("torch", "triton")}, "commit": commit(),
-        "tiles": {f"{bits}-bit, head dim <= {d}": list(t) for bits, by in launch.TILES.items() for d, t in by.items()},
+        "tiles": {
+            f"{bits}-bit, head dim <= {d}{what}": list(t)
+            for what, table in (("", launch.TILES), (", top-1", launch.TOP1)) for bits, by in table.items()
+            for d, t in by.items()
+        },
         "rows": [], "not_run": [], "cell_seconds": {},
     }  # fmt: skip
 

@@ -36,23 +36,25 @@ class Tile(NamedTuple):
 
 
 TILES = {  # by widest head dim, for 16-bit and for fp32 inputs (whose products have no tensor cores)
-    16: {128: Tile(128, 64, 8, 3, 128), 256: Tile(128, 64, 8, 2, 128)},
+    16: {64: Tile(64, 128, 4, 3, 168), 128: Tile(128, 64, 4, 3), 256: Tile(128, 64, 8, 2, 128)},
     32: {128: Tile(64, 32, 8, 2), 256: Tile(32, 16, 4, 1)},
 }
+TOP1 = {16: {128: Tile(64, 128, 4, 3, find=2)}}  # where the top key is asked for
 SMALL = {  # where a group has few pairs of rows and heads
     16: {16: Tile(16, 64, 4, 3), 64: Tile(64, 64, 4, 3)},
     32: {16: Tile(16, 32, 4, 1)},
 }
 
 
-def tile_for(head_dim: int, bits: int, pairs: int) -> Tile:
+def tile_for(head_dim: int, bits: int, pairs: int, *, top1: bool = False) -> Tile:
     """The tile for so many (row, head) pairs of a group. ValueError past a head dim of 256."""
     if head_dim > 256:
         raise ValueError(f"attention_stats: head dim {head_dim}; the kernel goes up to 256, the torch path further")
     for most, tile in SMALL[bits].items():
         if pairs <= most:
             return tile
-    return next(tile for widest, tile in TILES[bits].items() if head_dim <= widest)
+    by_width = (TOP1.get(bits, {}) if top1 else {}), TILES[bits]
+    return next(tile for tiles in by_width for widest, tile in tiles.items() if head_dim <= widest)
 
 
 def widths(head_dim: int) -> tuple[int, int]:
@@ -107,7 +109,7 @@ def stats(
     out = _outputs(q, B, R, H, top1, distance, sets, bins)
     if not out["lse"].numel():
         return out
-    tile = tile or tile_for(D, 8 * q.element_size(), R * (H // G))
+    tile = tile or tile_for(D, 8 * q.element_size(), R * (H // G), top1=top1)
     d1, d2 = widths(D)
     near = min(x for x in (window, limit, FAR) if x is not None)
     blocks, tiles = _blocks(S, tile.n), _blocks(R * (H // G), tile.m)

@@ -31,7 +31,7 @@ FREE = ["S", "R", "tiles", "blocks", "near", "sinks", "limit", "s_row", "s_qpos"
 @triton.jit
 @no_type_check
 def _fold(
-    x, start, q_pos, k_pos, q_low, q_high, LABELS, LABELLED, S, c,
+    x, start, marked, q_pos, k_pos, q_low, q_high, LABELS, S, c,
     top, ref, length, centred, index, distance, mass, mass_ref, histogram,
     BLOCK_N: tl.constexpr, TOP1: tl.constexpr, DISTANCE: tl.constexpr, SETS: tl.constexpr, BINS: tl.constexpr,
     LEFTMOST: tl.constexpr,
@@ -60,7 +60,7 @@ def _fold(
         back = q_pos.to(tl.float32)[:, None] - k_pos.to(tl.float32)[None, :]
         distance = r * distance + tl.sum(p * back, 1)
     if SETS > 0:  # noqa: SIM102 (a constexpr and a value: two ifs)
-        if tl.load(LABELLED + start // BLOCK_N) != 0:  # blocks without a label pay for this test only
+        if marked != 0:  # blocks without a label pay for this test only
             columns = start + tl.arange(0, BLOCK_N)
             bits = tl.load(LABELS + columns, mask=columns < S, other=0).to(tl.int32)
             which = tl.arange(0, mass.shape[1])
@@ -265,6 +265,7 @@ def stats_kernel(
     for t in tl.range(masked * split // SPLITS, masked * (split + 1) // SPLITS):
         block = tl.where(t < n1, sink_first + t, tl.where(t < n2, first + t - n1, whole_last + t - n2))
         start = block * BLOCK_N
+        marked = tl.load(LABELLED + block) if SETS > 0 else block  # long before it is asked for
         x = _scores(q1, q2, K, start, S, s_ks, squeeze, D, D1, D2, BLOCK_N, False, SOFTCAP, UPCAST)
         columns = start + n
         k_pos = columns
@@ -285,7 +286,7 @@ def stats_kernel(
         x = tl.where(seen, x, HIDDEN)
         count += tl.sum((x > HIDDEN).to(tl.int32), 1)
         top, ref, length, centred, index, distance, mass, mass_ref, histogram = _fold(
-            x, start, q_pos, k_pos, q_low, q_high, LABELS, LABELLED, S, c,
+            x, start, marked, q_pos, k_pos, q_low, q_high, LABELS, S, c,
             top, ref, length, centred, index, distance, mass, mass_ref, histogram,
             BLOCK_N, TOP1, DISTANCE, SETS, BINS, UPCAST,
         )  # fmt: skip
@@ -295,12 +296,13 @@ def stats_kernel(
     end = whole_first + (whole * (split + 1) // SPLITS)
     for block in tl.range(begin, end):
         start = block * BLOCK_N
+        marked = tl.load(LABELLED + block) if SETS > 0 else block  # long before it is asked for
         x = _scores(q1, q2, K, start, S, s_ks, squeeze, D, D1, D2, BLOCK_N, True, SOFTCAP, UPCAST)
         k_pos = start + n
         if POSITIONS and (DISTANCE or BINS > 0):
             k_pos = tl.load(K_POS + start + n)
         top, ref, length, centred, index, distance, mass, mass_ref, histogram = _fold(
-            x, start, q_pos, k_pos, q_low, q_high, LABELS, LABELLED, S, c,
+            x, start, marked, q_pos, k_pos, q_low, q_high, LABELS, S, c,
             top, ref, length, centred, index, distance, mass, mass_ref, histogram,
             BLOCK_N, TOP1, DISTANCE, SETS, BINS, UPCAST,
         )  # fmt: skip

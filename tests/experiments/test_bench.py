@@ -102,7 +102,7 @@ def test_names_that_are_no_cells(name, named):
 
 def test_the_plan_begins_with_what_is_wanted_most():
     names = [cell.id for cell in cells.plan()]
-    assert names[:3] == ["340m/4096/full", "340m/4096/gdn@pure", "340m/4096/fla-gdn"]
+    assert names[:4] == ["340m/4096/full", "340m/4096/full/blocks", "340m/4096/gdn@pure/blocks", "340m/4096/fla-gdn"]
     assert len(names) == len(set(names))
     assert [cell.id for cell in cells.plan(["tiny"], [64, 32], ["full"])] == ["tiny/64/full", "tiny/32/full"]
 

@@ -240,7 +240,7 @@ def test_splitting_the_keys_and_finding_the_top_key_either_way(splits: int, monk
     one = stats(q, k, **options)
     original, tile_for = launch.stats, launch.tile_for
     monkeypatch.setattr(launch, "stats", lambda **kw: original(**kw, splits=splits))
-    monkeypatch.setattr(launch, "tile_for", lambda *a: tile_for(*a)._replace(find=2))
+    monkeypatch.setattr(launch, "tile_for", lambda *a, **k: tile_for(*a, **k)._replace(find=2))
     same(stats(q, k, **options), one)
     check(stats(q, k, rows=[69, 0], window=21, sinks=3), oracle(q, k, rows=[69, 0], window=21, sinks=3))
     assert torch.equal(stats(q, k, **options).top1, one.top1)
