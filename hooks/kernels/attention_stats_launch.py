@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
 
 TILES = {  # by widest head dim, for 16-bit and for fp32 inputs (whose products have no tensor cores)
-    16: {64: Tile(64, 128, 4, 3, 168), 128: Tile(128, 64, 4, 3), 256: Tile(128, 64, 8, 2, 128)},
+    16: {64: Tile(64, 128, 4, 3, 168), 128: Tile(128, 128, 8, 2, 128), 256: Tile(128, 64, 8, 2, 128)},
     32: {128: Tile(64, 32, 8, 2), 256: Tile(32, 16, 4, 1)},
 }
 TOP1 = {16: {128: Tile(64, 128, 4, 3, find=2)}}  # where the top key is asked for
