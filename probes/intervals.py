@@ -52,4 +52,5 @@ def share_interval(right: int, n: int) -> tuple[float, float]:
     middle, share = 1 + z**2 / n, right / n
     half = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)) / middle
     centre = (share + z**2 / (2 * n)) / middle
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # Exact where nothing is left to round: centre and half are then the same.
+    return 0.0 if right == 0 else max(0.0, centre - half), 1.0 if right == n else min(1.0, centre + half)

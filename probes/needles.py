@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .finite import finite_hidden
 from .haystacks import TokenLanguage, columns, encode, text_haystack
+from .published import LONGEST, Compat, check_compat, occurrences, read_row, spellings
 
 Name = Literal["tokens", "repeat", "essay"]
 SPANS = ("needle", "key", "value", "question")
@@ -45,7 +46,8 @@ class Needles:
     and value, both the answer) -> [N,2] half-open columns.
     `labels`: "value" -> candidate index, "depth" -> depth bin, each [N] (-1: not a class). `group` [N]: samples that
     share haystack text, key and depth bin. `depth` [N] in [0,1]. `removed` [N,T]: the same prompts with haystack in
-    the needle's place. `attention_mask` [N,T] only where prompts differ in length (left-padded).
+    the needle's place. `attention_mask` [N,T] only where prompts differ in length (left-padded). `spellings`: of text,
+    per sample the token sequences that `compat="qiao2026"` takes for the answer.
     """
 
     tokens: Tensor
@@ -57,6 +59,7 @@ class Needles:
     depth: Tensor
     removed: Tensor | None = None
     attention_mask: Tensor | None = None
+    spellings: list[list[list[int]]] | None = None
     classes: dict[str, int] = dataclasses.field(default_factory=dict)
     left_out: dict[int, str] = dataclasses.field(default_factory=dict)
 
@@ -71,6 +74,8 @@ class Needles:
         def pick(value: Any) -> Any:
             if isinstance(value, dict):
                 return {name: pick(v) for name, v in value.items()}
+            if isinstance(value, list):
+                return [value[i] for i in index.tolist()]
             return None if value is None else value[index]
 
         keep = ("classes", "left_out")
@@ -156,11 +161,15 @@ def make_needles(
     # Depths spread evenly over the range, in random order; classes balanced, in random order.
     depths = low + (high - low) * (rng.permutation(n) + rng.random(n)) / n
     drawn = rng.permutation(np.arange(n) % len(candidates)) if candidates else np.full(n, -1)
-    samples = []
+    samples, given = [], []
     for i in range(n):
-        value = candidates[drawn[i]] if candidates else source.fresh_value(rng)
-        samples.append(source.sample(rng, length, float(depths[i]), value, distractors))
-    return _stack(samples, drawn, depth_bins, 0 if not candidates else len(candidates))
+        given.append(candidates[drawn[i]] if candidates else source.fresh_value(rng))
+        samples.append(source.sample(rng, length, float(depths[i]), given[i], distractors))
+    made = _stack(samples, drawn, depth_bins, 0 if not candidates else len(candidates))
+    if haystack != "tokens":
+        ways = {value: spellings(tokenizer, [value]) for value in set(given)}
+        made.spellings = [ways[value] for value in given]
+    return made
 
 
 def _stack(samples: list[dict[str, Any]], drawn: np.ndarray, bins: int, classes: int) -> Needles:
@@ -190,46 +199,42 @@ def _stack(samples: list[dict[str, Any]], drawn: np.ndarray, bins: int, classes:
     )
 
 
-def needles_from_texts(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> Needles:
+def needles_from_texts(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, compat: Compat | None = None
+) -> Needles:
     """Needles from your own prompts: NIAH-style rows with `input` (text ending in the question) and `outputs`
     (answers, the first is used).
 
     The answer's span in the input comes from character offsets. Rows whose answer stands in the input never or more
-    than once are left out; `left_out` maps row number to reason. Prompts are left-padded to the longest. Raises
-    ValueError where no row is usable or the tokenizer gives no offsets.
+    than once are left out; `left_out` maps row number to reason. Prompts are left-padded to the longest.
+
+    `compat="qiao2026"` reads rows as the scripts of arXiv 2606.15378 do, for measurements under the same option: the
+    prompt tokenised by itself, to its last special token, and cut at 8,192 tokens; every answer of `outputs`, `answer`,
+    `needle` and `target`, wherever and however often its tokens stand in the prompt. Rows with a prompt and an answer
+    all stay, those in which the answer's tokens are not found with an empty span.
+
+    Raises ValueError where no row is usable or the tokenizer gives no offsets.
     """
+    check_compat(compat)
+    read = _read_published if compat else _read
     left_out: dict[int, str] = {}
     kept = []
     for number, row in enumerate(rows):
-        text, outputs = row.get("input"), row.get("outputs")
-        outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
-        if not text or not outputs or outputs[0] in (None, ""):
-            left_out[number] = "lacks `input` or `outputs`"
-            continue
-        answer = str(outputs[0])
-        count = text.count(answer)
-        if count != 1:
-            left_out[number] = f"answer {answer!r} stands {count} times in the input"
-            continue
-        start = text.index(answer)
-        prompt = text if text[-1].isspace() else text + " "
-        ids, offsets = encode(tokenizer, prompt + answer)
-        value = columns(offsets, start, start + len(answer))
-        target = columns(offsets, len(prompt), len(prompt) + len(answer))
-        if target[0] == 0:
-            left_out[number] = "nothing comes before the answer"
-            continue
-        kept.append((ids, value, target))
+        found = read(row, tokenizer)
+        if isinstance(found, str):
+            left_out[number] = found
+        else:
+            kept.append(found)
     if not kept:
         reasons = "; ".join(f"row {n}: {why}" for n, why in list(left_out.items())[:3])
         raise ValueError(f"needles_from_texts: no usable row ({reasons or 'no rows given'})")
-    T = max(target[1] - 1 for _, _, target in kept)
-    A = max(target[1] - target[0] for _, _, target in kept)
+    T = max(target[1] - 1 for _, _, target, _ in kept)
+    A = max(target[1] - target[0] for _, _, target, _ in kept)
     N = len(kept)
     tokens, mask = torch.zeros(N, T, dtype=torch.int64), torch.zeros(N, T, dtype=torch.bool)
     answer_rows, answers = torch.full((N, A), -1), torch.full((N, A), -1)
     span = torch.zeros(N, 2, dtype=torch.int64)
-    for i, (ids, value, (first, last)) in enumerate(kept):
+    for i, (ids, value, (first, last), _) in enumerate(kept):
         pad, a = T - (last - 1), last - first
         tokens[i, pad:], mask[i, pad:] = torch.tensor(ids[: last - 1]), True
         answer_rows[i, :a] = torch.arange(T - a, T)
@@ -241,8 +246,46 @@ def needles_from_texts(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> Nee
         spans={"needle": span, "value": span.clone()},
         labels={"value": nothing, "depth": nothing.clone()}, group=torch.arange(N),
         depth=(span[:, 0] - (~mask).sum(1)) / mask.sum(1), attention_mask=None if bool(mask.all()) else mask,
-        left_out=left_out,
+        spellings=[ways for *_, ways in kept], left_out=left_out,
     )  # fmt: skip
+
+
+Row = tuple[list[int], tuple[int, int], tuple[int, int], list[list[int]]]
+"""Token ids of prompt and answer, the value's columns in the prompt, the answer's columns, the answer's spellings."""
+
+
+def _read(row: Mapping[str, Any], tokenizer: Any) -> Row | str:
+    """One row of `needles_from_texts`, or why it is left out."""
+    text, outputs = row.get("input"), row.get("outputs")
+    outputs = outputs if isinstance(outputs, list | tuple) else [outputs]
+    if not text or not outputs or outputs[0] in (None, ""):
+        return "lacks `input` or `outputs`"
+    answer = str(outputs[0])
+    count = text.count(answer)
+    if count != 1:
+        return f"answer {answer!r} stands {count} times in the input"
+    start = text.index(answer)
+    prompt = text if text[-1].isspace() else text + " "
+    ids, offsets = encode(tokenizer, prompt + answer)
+    value = columns(offsets, start, start + len(answer))
+    target = columns(offsets, len(prompt), len(prompt) + len(answer))
+    if target[0] == 0:
+        return "nothing comes before the answer"
+    return ids, value, target, spellings(tokenizer, [answer])
+
+
+def _read_published(row: Mapping[str, Any], tokenizer: Any) -> Row | str:
+    """The same under `compat="qiao2026"`; the value's columns are the first stretch that counts."""
+    text, answers = read_row(row)
+    if not text or not answers:
+        return "lacks a prompt or an answer"
+    ids = list(tokenizer(text, truncation=True, max_length=LONGEST)["input_ids"])
+    answer = list(tokenizer(" " + answers[0], add_special_tokens=False)["input_ids"])
+    ways = spellings(tokenizer, answers)
+    where = occurrences(torch.tensor(ids), ways).tolist()
+    first = where.index(True) if True in where else 0
+    end = next((i for i in range(first, len(ids)) if not where[i]), len(ids))
+    return ids + answer, (first, end), (len(ids), len(ids) + len(answer)), ways
 
 
 @torch.no_grad()

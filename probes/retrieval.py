@@ -17,10 +17,10 @@ from ..hooks.sites import Site
 from .finite import finite_hidden
 from .intervals import interval, rank_interval, resample
 from .needles import Needles, answered
+from .published import Compat, check_compat, occurrences
 
 RETRIEVAL = 0.1  # a head whose copy score reaches this is a retrieval head (arXiv 2404.15574)
 PUBLISHED_SAMPLES = 200  # that the script of arXiv 2606.15378 averages at most
-Compat = Literal["qiao2026"]
 Score = Literal["copy", "mass", "qr"]
 
 
@@ -32,7 +32,7 @@ def retrieval_heads(
     rows: Literal["answer", "published"] = "answer",
     only_answered: bool = True,
     generate: bool = False,
-    full_only: bool = True,
+    full_only: bool | None = None,
     compat: Compat | None = None,
     null_query: Sequence[int] | None = None,
     bootstrap: int = 1000,
@@ -53,19 +53,24 @@ def retrieval_heads(
     Averages are over the samples that the model answers, unless `only_answered=False`. Heads of window sites are left
     out unless `full_only=False`.
 
-    `compat="qiao2026"` gives the published script's mass score, as docs/PROTOCOLS describes it: the value found as a
-    substring of the prompt's tokens, every occurrence counted and prompts without one left out, from the row before
-    the prompt's last, over the first 200 prompts, answered or not.
+    `compat="qiao2026"` gives the mass score of the script published with arXiv 2606.15378: attention from the row before
+    the prompt's last on every occurrence of the answer in the prompt, full stop and colon beside it included where they
+    are tokens (`published.spellings`), over those of the first 200 prompts that have one, answered or not; heads of
+    window sites too. On rows read by `needles_from_texts(..., compat="qiao2026")` these are the script's numbers:
+    find_retrieval_heads.py of thunlp/rethinking-hybrid-attention at feaad08 was run in fp32 beside this, and differed by
+    less than 1e-6. On a GPU it runs in bf16, and rounds accordingly.
 
     Raises ValueError when the model answers none of the prompts, has no site to rank, or options do not go together.
 
     >>> hs.retrieval_heads(model, needles).head(10)
     """
     _check(needles, score, rows, generate, compat, null_query)
-    sites = ranked_sites(model, full_only)
+    sites = ranked_sites(model, compat is None if full_only is None else full_only)
     where = None
     if compat:
         needles, where = published_prompts(needles)
+        found = where.any(1)
+        needles, where = needles[found], where[found]
     elif only_answered:
         ok = answered(model, needles, batch)
         if not bool(ok.any()):
@@ -101,13 +106,13 @@ def head_scores(
     published_row: bool = False,
     last_rows: int = 0,
     value: Tensor | None = None,
-    published_norm: bool = False,
+    published_entropy: bool = False,
 ) -> dict[Site, dict[str, Tensor]]:
     """Per sample and head, [N,H] in fp64: `copy` and `mass` at the answer rows and, over the last `last_rows` rows,
     mean `entropy` (nats) and `entropy_norm`.
 
-    `value` [N,T]: columns that `mass` counts, in place of the needle's value. `published_norm` divides the entropy of
-    row i by log(i + 1), whatever the row sees, as the published script does (NaN at row 0).
+    `value` [N,T]: columns that `mass` counts, in place of the needle's value. `published_entropy`: of the prompt's last
+    rows, before any answer, that of row i divided by log(i + 1), whatever the row sees (NaN at row 0).
     """
     device = next(model.parameters()).device
     moved, spans = needles.to(device), needles.spans["value"].to(device)
@@ -116,8 +121,9 @@ def head_scores(
     real = (moved.answer_rows >= 0)[..., None]
     answer = moved.answer_rows.clamp(min=0)
     if published_row:
-        answer = (answer[:, :1] - 1).expand(-1, A)
-    tail = torch.arange(T - last_rows, T, device=device).expand(len(needles), -1)
+        answer = (answer[:, :1] - 1).expand(-1, A).maximum(_first_real(moved)[:, None])
+    end = moved.query_row + 1 if published_entropy else torch.full((len(needles),), T, device=device)
+    tail = (end[:, None] + torch.arange(-last_rows, 0, device=device)).maximum(_first_real(moved)[:, None])
     labels = needles.key_labels() if value is None else value.to(torch.uint8)
     with torch.no_grad(), model.record(stats=Stats(rows=torch.cat([answer, tail], 1), labels=labels.to(device))) as rec:
         finite_hidden(model, moved.tokens, moved.attention_mask)
@@ -132,7 +138,7 @@ def head_scores(
         same = moved.tokens.gather(1, top.flatten(1)).view_as(top) == moved.answers[..., None]
         copied = ((inside & same & real).sum(1)).double() / count
         entropy, norm = s.entropy[:, A:].double(), s.entropy_norm[:, A:].double()
-        if published_norm:
+        if published_entropy:
             norm = entropy / _real_position(moved, tail).add(1).double().log()[..., None]
         out[site] = {
             "copy": copied.cpu(), "mass": mass.cpu(), "entropy": entropy.mean(1).cpu(),
@@ -172,23 +178,19 @@ def query_scores(
 
 
 def published_prompts(needles: Needles, most: int = PUBLISHED_SAMPLES) -> tuple[Needles, Tensor]:
-    """The prompts that the script of arXiv 2606.15378 averages and, for each, the columns where it sees the value:
-    every occurrence of the answer's tokens in the prompt. ValueError where no prompt has one."""
+    """The first `most` prompts and the columns [N,T] where the scripts of arXiv 2606.15378 see the value: every
+    occurrence of one of the answer's spellings in the prompt, or where there is no text, of its tokens; it may have
+    none. ValueError where no prompt has one."""
     needles = needles[: min(most, len(needles))]
     where = torch.zeros_like(needles.tokens, dtype=torch.bool)
-    starts = torch.zeros(len(needles), dtype=torch.int64)
-    if needles.attention_mask is not None:
-        starts = needles.attention_mask.int().argmax(1)
+    starts = _first_real(needles)
     for i, answer in enumerate(needles.answers):
-        answer, first, end = answer[answer >= 0], int(starts[i]), int(needles.query_row[i]) + 1
-        if end - first < len(answer):
-            continue
-        found = (needles.tokens[i, first:end].unfold(0, len(answer), 1) == answer).all(1).nonzero()[:, 0]
-        where[i, (first + found[:, None] + torch.arange(len(answer))).flatten()] = True
-    kept = where.any(1)
-    if not bool(kept.any()):
+        prompt = slice(int(starts[i]), int(needles.query_row[i]) + 1)
+        ways = [answer[answer >= 0].tolist()] if needles.spellings is None else needles.spellings[i]
+        where[i, prompt] = occurrences(needles.tokens[i, prompt], ways)
+    if not bool(where.any()):
         raise ValueError(f'compat="qiao2026": the answer\'s tokens stand in none of the {len(needles)} prompts')
-    return needles[kept], where[kept]
+    return needles, where
 
 
 @torch.no_grad()
@@ -237,10 +239,11 @@ def _check(needles: Needles, score: str, rows: str, generate: bool, compat: str 
         raise ValueError('score="qr" needs to know the question (and without null_query the haystack): made needles')
 
 
-def check_compat(compat: str | None) -> None:
-    """ValueError for scripts that we do not know."""
-    if compat not in (None, "qiao2026"):
-        raise ValueError(f'compat={compat!r}: expected "qiao2026" or None')
+def _first_real(needles: Needles) -> Tensor:
+    """The column of each sample's first real token: [N]."""
+    if needles.attention_mask is None:
+        return torch.zeros(len(needles), dtype=torch.int64, device=needles.tokens.device)
+    return needles.attention_mask.int().argmax(1)
 
 
 def _real_position(needles: Needles, columns: Tensor) -> Tensor:

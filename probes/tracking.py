@@ -16,7 +16,8 @@ from tqdm import tqdm
 from ..hooks.ladder import Ladder
 from ..hooks.ladder import ladder as open_ladder
 from .needles import Needles, answered
-from .retrieval import Compat, check_compat, head_scores, published_prompts, ranked_sites, retrieval_heads
+from .published import Compat, check_compat
+from .retrieval import head_scores, published_prompts, ranked_sites, retrieval_heads
 
 Heads = Sequence[tuple[int, ...]] | Literal["all", "each"] | None
 HEAD = ["layer", "site", "head", "kind"]
@@ -45,8 +46,10 @@ def track(
     them (arXiv 2606.15378). `samples=True`: one record per prompt, numbered in column `sample`, which is what
     `formation_step` takes intervals from. A step that fails to load is warned about and left out.
 
-    `compat="qiao2026"`: the published script's numbers: heads chosen and `mass` as in `retrieval_heads(compat=...)`,
-    `entropy_norm` divided by log(i + 1) at row i whatever the row sees, over at most 500 prompts.
+    `compat="qiao2026"`: the published scripts' numbers: heads chosen and `mass` as in `retrieval_heads(compat=...)`, NaN
+    for prompts that hold no answer; entropies over the prompt's own last rows, `entropy_norm` divided by log(i + 1) at
+    row i whatever the row sees, over the first 500 prompts. (Their script takes learnable sinks out of a row before its
+    entropy; here they count as a key.)
 
     Raises ValueError for a head outside the model, a ladder whose shapes change, or one of which nothing loads.
 
@@ -167,7 +170,7 @@ def track_step(
     parts: dict[Any, list[dict[str, Tensor]]] = {site: [] for site in sites}
     for index in torch.arange(len(needles)).split(batch):
         scores = head_scores(
-            model, needles[index], sites, last_rows=last_rows, published_row=bool(compat), published_norm=bool(compat),
+            model, needles[index], sites, last_rows=last_rows, published_row=bool(compat), published_entropy=bool(compat),
             value=None if where is None else where[index],
         )  # fmt: skip
         for site in sites:
@@ -176,6 +179,8 @@ def track_step(
     frames = []
     for site, head in chosen:
         values = {name: torch.cat([p[name][:, head] for p in parts[site]]).numpy() for name in MEASURES[:-1]}
+        if where is not None:  # the script of the masses leaves these prompts out, that of the entropies does not
+            values["mass"][~where.any(1).numpy()] = float("nan")
         place = {"layer": site.layer, "site": site.index, "head": head, "kind": site.kind}
         frames.append(pd.DataFrame({"sample": range(len(needles)), **place, **values, "accuracy": right}))
     return pd.concat(frames, ignore_index=True)

@@ -13,6 +13,7 @@ from hybridscope.experiments.bench import kernel_parity
 from hybridscope.experiments.tuning import untuned
 from hybridscope.hooks.kernels import attention
 from hybridscope.hooks.kernels import fused as kernels
+from hybridscope.hooks.kernels.earlier_block import earlier_block, earlier_block_reference
 from hybridscope.hooks.kernels.recurrence import recurrence
 from hybridscope.hooks.kernels.windowed import capped
 from hybridscope.hooks.passes import Cache
@@ -153,6 +154,27 @@ def test_more_blocks_than_one_launch_takes(family: str) -> None:
     assert kernel_parity.error(run(x, family, 16), expected) < kernel_parity.TOLERANCE["bf16"][0]
 
 
+@in_both
+@pytest.mark.parametrize(
+    ("w", "K", "V"), [(1, 16, 16), (70, 64, 48), (200, 128, 128), (129, 256, 256), (999, 100, 64)]
+)
+def test_what_a_block_gets_from_the_one_before(dtype: str, w: int, K: int, V: int) -> None:
+    """Outputs and gradients of our own kernel, from views of larger tensors; repeated calls are equal."""
+    draw = torch.Generator().manual_seed(0)
+    both = torch.randn(2, 3, w, 2, V + K, generator=draw)
+    k, v = (torch.randn(2, 3, w, 2, d, generator=draw)[:, 1:] * d**-0.5 for d in (K, V))
+    x = {"base": both[..., :V], "q": both[..., V:], "k": k, "v": v}
+    x = {name: y.to("cuda", DTYPES[dtype]).requires_grad_() for name, y in x.items()}
+    got, expected = earlier_block(**x), earlier_block_reference(**x)
+    bounds = kernel_parity.TOLERANCE[dtype]
+    assert kernel_parity.error(got, expected) < bounds[0]
+    assert torch.equal(earlier_block(**x), got)
+    weight = torch.randn_like(got)
+    grads = [torch.autograd.grad((out * weight).sum(), list(x.values())) for out in (got, expected)]
+    for name, ours, theirs in zip(x, *grads, strict=True):
+        assert kernel_parity.error(ours, theirs) < bounds[1], name
+
+
 def test_auto_caps_on_the_fused_path() -> None:
     x = inputs("delta vector", 200)
     auto = capped(**x, cap=70)
@@ -272,6 +294,17 @@ def test_sinks_in_one_flex_attention_call(heads: tuple[int, int], T: int, window
             x[:, sinks : T - window] = 1e4
         last = attention.attention(q=q, k=other[0], v=other[1], window=window, sinks=sinks, limit=limit)[:, -1]
     assert torch.equal(last, got[:, -1])
+
+
+@pytest.mark.parametrize("window", [1, 128, 2048, 5000])
+def test_long_windows_without_gradients_are_those_with(window: int) -> None:
+    """FlexAttention and flash, one step below and above the length where they take turns."""
+    for T in (attention.LONG - 1, attention.LONG, attention.LONG + 77):
+        q, k, v = (torch.randn(1, T, n, 64, device="cuda", dtype=torch.bfloat16) for n in (4, 2, 2))
+        with torch.no_grad():
+            free = attention.attention(q=q, k=k, v=v, window=window)
+        trained = attention.attention(q=q.requires_grad_(), k=k, v=v, window=window)
+        assert kernel_parity.error(free, trained) < 1e-2
 
 
 def test_sinks_take_little_memory() -> None:

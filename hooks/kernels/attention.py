@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .flex import attend_blocks
-from .fused import compute_dtype
+from .fused import compute_dtype, is_training
 
 ROWS = 256  # query rows a masked call handles at once: bounds its mask at ROWS x (ROWS + window)
 BANDS = 4096  # tokens from which sinks beside a window are worth the compilation of FlexAttention on a GPU
+LONG = 16_384  # ... and from which a window alone is, where no gradients are wanted: flash is slower, but there at once
 SCORES = 2**22  # scores held at once where no fused kernel can cap them
 
 
@@ -56,8 +57,8 @@ def attention(
     """Causal attention [B,T,H,V] through SDPA; same arguments as `attention_reference`.
 
     Without positions this is one fused causal call where no window binds, and for 16-bit tensors on a GPU one flash
-    call where only a window does, one FlexAttention call where positional sinks stand beside it. Otherwise blocks of
-    ROWS query rows see the keys they can reach, under a small mask.
+    call where only a window does, or one FlexAttention call where positional sinks stand beside it or the context is
+    LONG. Otherwise blocks of ROWS query rows see the keys they can reach, under a small mask.
     Raises ValueError for a window < 1, or positions that are missing where q and k are not the same tokens.
     """
     if window is not None and window < 1:
@@ -70,7 +71,7 @@ def attention(
         if softcap is None and (window is None or window >= T):
             return _softmax(q, k, v, None, **score)
         if window is not None and softcap is None and sink_logits is None and _flash_takes(q, k, v):
-            if not sinks:
+            if not sinks and (T < LONG or is_training(q, k, v) or torch.compiler.is_compiling()):
                 return _flash(q, k, v, window, scale)
             if T >= BANDS:
                 return _flex(q, k, v, window, sinks, limit, scale)

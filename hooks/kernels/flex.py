@@ -1,4 +1,5 @@
-"""Causal attention under a window with positional sinks, through FlexAttention: blocks that no row sees are skipped.
+"""Causal attention under a window, with positional sinks or without, through FlexAttention: blocks that no row sees are
+skipped.
 
 Its block mask is written down from the window, block by block, without a T x T mask. Window and sinks are tensors that
 the compiled kernel captures, so that another window is not another compilation.
@@ -19,7 +20,8 @@ BLOCK = 128
 def attend_blocks(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, sinks: int, limit: int | None, scale: float
 ) -> Tensor:
-    """Outputs [B,T,H,V] of q [B,T,H,K] over k, v [B,T,G,...]; `limit` bounds the sinks' reach too."""
+    """Outputs [B,T,H,V] of q [B,T,H,K] over k, v [B,T,G,...]; `limit` bounds the sinks' reach, and is
+    not below the window."""
     T = q.shape[1]
     mask = block_mask(T, window, sinks, limit, q.device)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -56,10 +58,11 @@ def block_mask(T: int, window: int, sinks: int, limit: int | None, device: torch
     some = (before | (start[:, None] == start)) & ((nearest < w) | (start < first)) & (nearest < far)
     whole = before & (furthest < w) & (furthest < far)
     lists = (*_ordered(some & ~whole), *_ordered(whole))
-    return BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=BLOCK, seq_lengths=(T, T),
-        mask_mod=lambda b, h, i, j: (i >= j) & ((i - j < w) | (j < first)) & (i - j < far),
-    )  # fmt: skip
+    if not sinks:
+        seen = lambda b, h, i, j: (i >= j) & (i - j < w)  # noqa: E731 (see flex)
+    else:
+        seen = lambda b, h, i, j: (i >= j) & ((i - j < w) | (j < first)) & (i - j < far)  # noqa: E731
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=BLOCK, seq_lengths=(T, T), mask_mod=seen)
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,9 @@ recurrence itself, started from the identity; the key's runs backwards in time w
 Tokens outside the window never enter the arithmetic, so changing them changes nothing, bitwise. With
 read="before" (RWKV-6) the sum runs over i < t, and the transitions end with A_{t-1}.
 
-Every piece goes through `dispatch.recur`: the mixer's own fused op on CUDA, blocks in the place of a batch.
+Prefixes and transports go through `dispatch.recur`: the mixer's own fused op on CUDA, blocks in the place of a batch.
+The suffix does too on the torch path; on the fused one it is a kernel of ours (earlier_block.py), which needs nothing
+turned round and adds it to the prefix.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from . import fused
 from .dispatch import choose, recur
+from .earlier_block import MAX_WIDTH, earlier_block
 from .recurrence import Read, recurrence, recurrence_reference, without_autocast
 
 BLOCK_ELEMENTS = 2**24  # elements of state that blocks processed together may hold, on the torch path
@@ -63,18 +66,19 @@ def windowed(
         if family != "elementwise":
             blocks = min(blocks, fused.MAX_HEADS // (B * H) - 1)  # one more leads each slab
     slab = max(1, blocks) * window
+    own = path == "fused" and family != "elementwise" and max(K, v.shape[-1]) <= MAX_WIDTH
     outputs = []
     for start in range(0, T, slab):
         lead = window if start else 0  # the block before the slab supplies its first block's suffix
         part = {name: x[:, start - lead : start + slab] for name, x in terms.items()}
-        outputs.append(_slab(**part, window=window, read=read, dtype=dtype)[:, lead:])
+        outputs.append(_slab(**part, window=window, read=read, dtype=dtype, own=own)[:, lead:])
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
     return out.to(v.dtype)
 
 
 @without_autocast
-def _slab(*, window: int, read: Read, dtype: torch.dtype, **terms: Any) -> Tensor:
-    """`windowed` on a few blocks together, transported queries and keys in `dtype`."""
+def _slab(*, window: int, read: Read, dtype: torch.dtype, own: bool, **terms: Any) -> Tensor:
+    """`windowed` on a few blocks together, transported queries and keys in `dtype`; `own`: suffixes by our kernel."""
     B, T, H, K = terms["q"].shape
     V, N = terms["v"].shape[-1], -(-T // window)
 
@@ -98,10 +102,13 @@ def _slab(*, window: int, read: Read, dtype: torch.dtype, **terms: Any) -> Tenso
         prefix, query = out[..., :V], out[..., V:]
     # Key i of the previous block is inside the window iff its offset exceeds the query's: strictly causal in
     # reversed time, where keys and values come one step late.
-    key = _carried({name: x[:, :-1] for name, x in blocks.items()}, dtype, late=1)
-    written = blocks["beta"][..., None] * values if "beta" in blocks else values
-    value = _back(written[:, :-1].to(dtype), 1)
-    suffix = _run({"q": _back(query[:, 1:].to(dtype)), "k": key, "v": value})
+    earlier = {name: x[:, :-1] for name, x in blocks.items()}
+    value = earlier["v"] if "beta" not in earlier else (earlier["beta"][..., None] * earlier["v"]).to(dtype)
+    if own:
+        out = earlier_block(base=prefix, q=query.to(dtype), k=_carried(earlier, dtype), v=value)
+        return out.flatten(1, 2)[:, :T]
+    key = _carried(earlier, dtype, late=1)
+    suffix = _run({"q": _back(query[:, 1:].to(dtype)), "k": key, "v": _back(value, 1)})
     out = torch.cat([prefix[:, :1], prefix[:, 1:] + _back(suffix)], 1)
     return out.flatten(1, 2)[:, :T]
 
@@ -115,6 +122,8 @@ def _run(blocks: Terms, read: Read = "after", state: Tensor | None = None) -> Te
 
 def _back(x: Tensor, late: int = 0) -> Tensor:
     """Blocks [B,N,w,...] in reversed time, `late` steps late: zeros, then the last token, the one before it ..."""
+    if not late:
+        return x.flip(2)
     w = x.shape[2]
     order = (w - 1 + late - torch.arange(w, device=x.device)).clamp(max=w - 1)
     x = x.index_select(2, order)
@@ -122,7 +131,7 @@ def _back(x: Tensor, late: int = 0) -> Tensor:
     return x
 
 
-def _carried(blocks: Terms, dtype: torch.dtype, late: int) -> Tensor:
+def _carried(blocks: Terms, dtype: torch.dtype, late: int = 0) -> Tensor:
     """Keys carried to the end of their blocks, A_last ... A_{i+1} k_i, in reversed time and `late` steps late.
 
     Reversed time meets the transitions of the tokens after i one step before i. For A = (I - beta k k^T) diag(alpha),
@@ -184,7 +193,7 @@ def carried_keys(
 
 @without_autocast
 def _one_block(*, dtype: torch.dtype, **terms: Tensor) -> Tensor:
-    return _back(_carried({name: x[:, None] for name, x in terms.items()}, dtype, late=0))[:, 0]
+    return _back(_carried({name: x[:, None] for name, x in terms.items()}, dtype))[:, 0]
 
 
 @without_autocast

@@ -24,6 +24,7 @@ FLOATS = ("lse", "entropy", "mass", "top1_prob", "distance", "sink_mass")
 def small_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     tile = launch.Tile(16, 16, 4, 2)
     monkeypatch.setattr(launch, "TILES", {bits: {256: tile} for bits in (16, 32)})
+    monkeypatch.setattr(launch, "TOP1", {})
     monkeypatch.setattr(launch, "SMALL", {16: {}, 32: {}})
     assert launch.INTERPRETED
     poison(monkeypatch)

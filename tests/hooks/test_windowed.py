@@ -18,6 +18,7 @@ from hybridscope.experiments.bench import kernel_parity
 from hybridscope.hooks.kernels import fused
 from hybridscope.hooks.kernels import windowed as kernel
 from hybridscope.hooks.kernels.dispatch import use_kernels
+from hybridscope.hooks.kernels.earlier_block import earlier_block_reference
 from hybridscope.hooks.kernels.recurrence import Read, plain, recurrence, recurrence_reference
 from hybridscope.hooks.kernels.windowed import Ring, capped, carried_keys, windowed, windowed_reference
 
@@ -371,7 +372,9 @@ OPS = {
 
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The CPU in the place of a Hopper; collects the names of the ops that are asked for."""
+    """The CPU in the place of a Hopper; collects the names of the ops that are asked for.
+
+    The specification of our own kernel stands for it: test_earlier_block.py compares the two."""
     used: set[str] = set()
 
     def find(name: str) -> Any:
@@ -381,6 +384,7 @@ def ops(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     monkeypatch.setattr(fused, "DEVICE", "cpu")
     monkeypatch.setattr(fused, "machine", lambda device: ("3.6.0", HOPPER))
     monkeypatch.setattr(fused, "fla_op", find)
+    monkeypatch.setattr(kernel, "earlier_block", earlier_block_reference)
     return used
 
 

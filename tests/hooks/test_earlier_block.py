@@ -1,0 +1,44 @@
+"""earlier_block() on a CPU: its cases run in a process of their own, where Triton interprets."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridscope.hooks.kernels.earlier_block import earlier_block, earlier_block_reference
+
+CASES = Path(__file__).with_name("cases_earlier_block.py")
+
+
+def test_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="the extra `gpu` is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=CASES.parents[2], check=False)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert " failed" not in run.stdout
+
+
+def test_the_specification_is_the_sum_it_says() -> None:
+    """Token by token: the tokens of the block before with a larger offset, keys last token first."""
+    draw = torch.Generator().manual_seed(0)
+    base, q, k, v = (torch.randn(2, n, 5, 3, d, generator=draw).double() for n, d in ((3, 4), (3, 6), (2, 6), (2, 4)))
+    out = earlier_block_reference(base=base, q=q, k=k, v=v)
+    assert torch.equal(out[:, 0], base[:, 0])
+    for n in (1, 2):
+        for t in range(5):
+            more = sum(
+                ((q[:, n, t] * k[:, n - 1, 4 - i]).sum(-1, keepdim=True) * v[:, n - 1, i] for i in range(t + 1, 5)),
+                torch.zeros(2, 3, 4).double(),
+            )
+            torch.testing.assert_close(out[:, n, t], base[:, n, t] + more)
+
+
+@pytest.mark.parametrize(("K", "V"), [(257, 8), (8, 300)])
+def test_widths_it_does_not_take(K: int, V: int) -> None:
+    q, v = torch.zeros(1, 2, 4, 1, K), torch.zeros(1, 2, 4, 1, V)
+    with pytest.raises(ValueError, match=f"widths {K} and {V}"):
+        earlier_block(base=v, q=q, k=q[:, 1:], v=v[:, 1:])
