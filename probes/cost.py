@@ -5,6 +5,8 @@
     recurrent    H K V in fp32 at least, and the last c - 1 inputs of its convolution or token shift
     RWKV's channel mix          the last token, D
 
+Of a transformers model, what its cache keeps of a token and its states are read off a short run (`foreign_cache.py`).
+
 PROTOCOLS section 10. A cache also numbers its keys (position and column, 16 bytes a token of a softmax site, once for
 all sequences of a batch that is not padded); that is left out on both sides.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -23,8 +25,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..hooks.config import HybridConfig
+from ..hooks.instrumented import Instrumented
 from ..hooks.model import MLP, HybridLM
 from ..hooks.passes import Cache, KVCache
+from .foreign_cache import cache_sizes, held
 
 REPEATS = 3
 NEW_TOKENS = 16
@@ -43,7 +47,7 @@ class CacheBytes:
 
 
 def cost(
-    config_or_model: HybridConfig | HybridLM,
+    config_or_model: HybridConfig | Instrumented,
     lengths: Sequence[int] = (1024, 4096, 16384),
     *,
     batch: int = 1,
@@ -54,9 +58,15 @@ def cost(
 ) -> pd.DataFrame:
     """Cache bytes, prefill and decode speed at each context length, beside the all-full model of the same widths.
 
-    Of a config (random weights, which cost as much as trained ones) or one of our models. `measure=False` gives the
-    formulas alone, and needs no memory for weights. `new_tokens`: decode steps timed after each prefill. `dtype`,
-    `device`: of the weights; by default the model's own, for a config bf16 on a GPU and fp32 elsewhere.
+    Of a config (random weights, which cost as much as trained ones), one of our models or a loaded transformers model.
+    `measure=False` gives the formulas alone, and of a config needs no memory for weights. `new_tokens`: decode steps timed
+    after each prefill. `dtype`, `device`: of the weights; by default the model's own, for a config bf16 on a GPU and fp32
+    elsewhere.
+
+    No all-full twin of a transformers model is built: of "full" there are cache bytes alone, as if each of its layers
+    attended to everything (`CacheSizes.full_token`), and of a model without softmax layers nothing. It is timed as it
+    runs here, through our attention. Measured bytes count storage, and a window layer of transformers holds on to what
+    its last keys were cut from: all of a prefill, until the next token.
 
     Returns [model, length, batch, dtype, kv_bytes, state_bytes, cache_bytes, measured_kv_bytes, measured_state_bytes,
     prefill_tokens_per_s, decode_ms, peak_bytes, kv_ratio, cache_ratio, prefill_ratio, decode_ratio], two records a
@@ -66,21 +76,24 @@ def cost(
     tokens. `peak_bytes`: CUDA memory, weights included (NaN elsewhere). Ratios are against "full" at that length, above
     1 where the hybrid is better: times smaller, times faster.
 
-    Raises ValueError for lengths beyond the model's context, and for models that are not ours.
+    Raises ValueError for lengths beyond the model's context, and for a transformers model whose cache is not made of
+    keys, values and states.
 
     >>> hs.cost(HybridConfig(hs.ratio("gdn", "3:1"), 28, 512, 8, 1000), [4096], measure=False).kv_ratio[0]
     4.0
     """
-    model = config_or_model if isinstance(config_or_model, HybridLM) else None
-    config = config_or_model if model is None else model.config
-    if not isinstance(config, HybridConfig):
-        raise ValueError(f"cost: expected a HybridConfig or HybridLM, not {type(config_or_model).__name__}")
+    model = None if isinstance(config_or_model, HybridConfig) else config_or_model
+    if model is not None and not isinstance(model, Instrumented):
+        raise ValueError(
+            f"cost: expected a HybridConfig or HybridLM, or a loaded transformers model, not {type(model).__name__}"
+        )
     for name, values in (("lengths", lengths), ("batch", [batch]), ("new_tokens", [new_tokens])):
         if not values or min(values) < 1:
             raise ValueError(f"{name}={values}: expected whole numbers >= 1")
+    context = (config_or_model if model is None else model).context
     need = max(lengths) + (new_tokens if measure else 0)
-    if config.context is not None and need > config.context:
-        raise ValueError(f"lengths: {need} tokens are longer than the model's context of {config.context}")
+    if context is not None and need > context:
+        raise ValueError(f"lengths: {need} tokens are longer than the model's context of {context}")
     device = torch.device(device or ("cuda" if model is None and torch.cuda.is_available() else "cpu"))
     if model is not None:
         weight = next(model.parameters())
@@ -88,26 +101,30 @@ def cost(
             raise ValueError(f"dtype={dtype}: the model's weights are {weight.dtype}")
         dtype, device = weight.dtype, weight.device
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-    configs = {"hybrid": config, "full": all_full(config)}
-    built: dict[str, HybridLM] = {}
-    if measure:
-        built = {
-            name: HybridLM(c).to(device, dtype).eval() for name, c in configs.items() if name == "full" or not model
-        }
-        built = {**built, **({"hybrid": model} if model is not None else {})}
+    built: dict[str, Any] = {}
+    if model is None or isinstance(model, HybridLM):
+        config = model.config if isinstance(model, HybridLM) else config_or_model
+        configs = {"hybrid": config, "full": all_full(config)}
+        sizes = {name: _by_formula(its, batch, dtype) for name, its in configs.items()}
+        if measure:
+            made = {n: HybridLM(c).to(device, dtype).eval() for n, c in configs.items() if n == "full" or model is None}
+            built = {**made, **({} if model is None else {"hybrid": model})}
+    else:
+        sizes = _of_foreign(model, batch)
+        built = {"hybrid": model} if measure else {}
     records = []
     for length in tqdm(lengths, desc="cost", disable=None if measure else True):
         timed = _time(built, length, batch, new_tokens, device) if measure else {}
         rows = {}
-        for name, its in configs.items():
-            bytes_ = cache_bytes(its, length, batch, dtype)
+        for name, size in sizes.items():
+            bytes_ = size(length)
             rows[name] = {
                 "model": name, "length": length, "batch": batch, "dtype": str(dtype).removeprefix("torch."),
                 "kv_bytes": bytes_.kv, "state_bytes": bytes_.state, "cache_bytes": bytes_.total,
                 **timed.get(name, dict.fromkeys(MEASURED, float("nan"))),
             }  # fmt: skip
         for row in rows.values():
-            records.append({**row, **_ratios(row, rows["full"])})
+            records.append({**row, **_ratios(row, rows.get("full"))})
     return pd.DataFrame(records)
 
 
@@ -117,6 +134,22 @@ MEASURED = ("measured_kv_bytes", "measured_state_bytes", "prefill_tokens_per_s",
 def all_full(config: HybridConfig) -> HybridConfig:
     """The same widths with full attention in every layer."""
     return dataclasses.replace(config, pattern=["full"] * config.n_layers, mixers={})
+
+
+def _by_formula(config: HybridConfig, batch: int, dtype: torch.dtype) -> Callable[[int], CacheBytes]:
+    return lambda length: cache_bytes(config, length, batch, dtype)
+
+
+def _of_foreign(model: Any, batch: int) -> dict[str, Callable[[int], CacheBytes]]:
+    """Of a transformers model and, if anything in it attends, of its layers all full."""
+    sizes = cache_sizes(model)
+    found: dict[str, Callable[[int], CacheBytes]] = {
+        "hybrid": lambda length: CacheBytes(*(batch * size for size in sizes.at(length)))
+    }
+    token = sizes.full_token
+    if token is not None:
+        found["full"] = lambda length: CacheBytes(batch * length * token, 0)
+    return found
 
 
 def cache_bytes(config: HybridConfig, length: int, batch: int = 1, dtype: torch.dtype = torch.bfloat16) -> CacheBytes:
@@ -141,8 +174,11 @@ def cache_bytes(config: HybridConfig, length: int, batch: int = 1, dtype: torch.
     return CacheBytes(batch * kv, batch * state)
 
 
-def measured_bytes(cache: Cache) -> CacheBytes:
-    """Bytes of the storage that a cache holds: of keys and values, and of states."""
+def measured_bytes(cache: Any) -> CacheBytes:
+    """Bytes of the storage that a cache (ours, or a transformers model's) holds: of keys and values, and of states."""
+    if not isinstance(cache, Cache):
+        tensors = list(held(cache.past))
+        return CacheBytes(*(_held(*(x for _, its, x in tensors if its == kind)) for kind in ("kv", "state")))
     kv = state = 0
     for entry in cache.sites.values():
         if isinstance(entry, KVCache):
@@ -160,7 +196,7 @@ def _held(*tensors: Tensor | None) -> int:
 
 @torch.no_grad()
 def _time(
-    models: dict[str, HybridLM], length: int, batch: int, new_tokens: int, device: torch.device
+    models: dict[str, Any], length: int, batch: int, new_tokens: int, device: torch.device
 ) -> dict[str, dict[str, float | int]]:
     """What is measured of each model; once through beforehand, unmeasured, then in turn."""
     generator = torch.Generator().manual_seed(0)
@@ -197,10 +233,12 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _ratios(row: dict[str, Any], full: dict[str, Any]) -> dict[str, float]:
+def _ratios(row: dict[str, Any], full: dict[str, Any] | None) -> dict[str, float]:
     def over(a: float | int, b: float | int) -> float:
         return a / b if b else float("inf")
 
+    if full is None:
+        return dict.fromkeys(("kv_ratio", "cache_ratio", "prefill_ratio", "decode_ratio"), float("nan"))
     return {
         "kv_ratio": over(full["kv_bytes"], row["kv_bytes"]),
         "cache_ratio": over(full["cache_bytes"], row["cache_bytes"]),

@@ -155,9 +155,7 @@ def test_more_blocks_than_one_launch_takes(family: str) -> None:
 
 
 @in_both
-@pytest.mark.parametrize(
-    ("w", "K", "V"), [(1, 16, 16), (70, 64, 48), (200, 128, 128), (129, 256, 256), (999, 100, 64)]
-)
+@pytest.mark.parametrize(("w", "K", "V"), [(1, 16, 16), (70, 64, 48), (200, 128, 128), (129, 256, 256), (999, 100, 64)])
 def test_what_a_block_gets_from_the_one_before(dtype: str, w: int, K: int, V: int) -> None:
     """Outputs and gradients of our own kernel, from views of larger tensors; repeated calls are equal."""
     draw = torch.Generator().manual_seed(0)
@@ -165,10 +163,15 @@ def test_what_a_block_gets_from_the_one_before(dtype: str, w: int, K: int, V: in
     k, v = (torch.randn(2, 3, w, 2, d, generator=draw)[:, 1:] * d**-0.5 for d in (K, V))
     x = {"base": both[..., :V], "q": both[..., V:], "k": k, "v": v}
     x = {name: y.to("cuda", DTYPES[dtype]).requires_grad_() for name, y in x.items()}
+    x |= {f"{n}_scale": torch.rand(x[n].shape[:-1], device="cuda", requires_grad=True) for n in "qk"}
     got, expected = earlier_block(**x), earlier_block_reference(**x)
     bounds = kernel_parity.TOLERANCE[dtype]
     assert kernel_parity.error(got, expected) < bounds[0]
-    assert torch.equal(earlier_block(**x), got)
+    with torch.no_grad():
+        for turned in (False, True):
+            free = [earlier_block(**x, reversed_keys=turned) for _ in range(2)]
+            assert torch.equal(*free)
+            assert kernel_parity.error(free[0], earlier_block_reference(**x, reversed_keys=turned)) < bounds[0]
     weight = torch.randn_like(got)
     grads = [torch.autograd.grad((out * weight).sum(), list(x.values())) for out in (got, expected)]
     for name, ours, theirs in zip(x, *grads, strict=True):

@@ -210,7 +210,7 @@ def compare(result: workers.Row) -> None:
             others = [
                 r for r in good
                 if (r["size"], r["length"], r["tokens"]) == (row["size"], row["length"], row["tokens"])
-                and r["pattern"] in wanted and (key == "peer" or r["loss"] != "plain" and r["attention"] == "auto")
+                and r["pattern"] in wanted and (key == "peer" or (r["loss"] != "plain" and r["attention"] == "auto"))
             ]  # fmt: skip
             if key == "full":  # compiled in the same way where there is one
                 others = [r for r in others if r["compile"] == row["compile"]] or others

@@ -83,7 +83,7 @@ def cost(
     """Cache bytes by formula and as measured, prefill and decode speed, beside an all-full model of the same widths.
 
     Args:
-        source: A TOML file, the name of a config that comes with hybridscope, or a checkpoint folder of ours.
+        source: A TOML file, the name of a config that comes with hybridscope, or a checkpoint folder.
         length: Tokens of context; by default 1024,4096,16384, as far as the model goes.
         batch: Sequences side by side.
         measure: Run both models as well; without it the formulas alone.
@@ -91,7 +91,6 @@ def cost(
         out: Table to write; the figure goes beside it.
     """
     from ... import figures
-    from ...hooks.model import HybridLM
     from ...probes.cost import NEW_TOKENS
     from ...probes.cost import cost as take
     from ..config import load_config
@@ -100,16 +99,10 @@ def cost(
     if Path(source).is_dir():
         if set_:
             raise ValueError(f"--set {set_[0]}: {source} is a checkpoint, not a config")
-        model = load_source(source)
-        if not isinstance(model, HybridLM):
-            raise ValueError(
-                f"cost: {source} is a transformers checkpoint; costs are known for hybridscope's own models"
-            )
-        what: Any = model
-        config = model.config
+        what: Any = load_source(source)
     else:
-        what = config = load_config(source, list(set_)).hybrid()
-    most = (config.context or 2**40) - (NEW_TOKENS if measure else 0)
+        what = load_config(source, list(set_)).hybrid()
+    most = (what.context or 2**40) - (NEW_TOKENS if measure else 0)
     lengths = [number("length", n) for n in split(length)] or [n for n in (1024, 4096, 16384) if n <= most] or [most]
     table = take(what, lengths, batch=batch, measure=measure)
     show(table.dropna(axis=1, how="all"))

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .fused import is_training
+
 MAX_WIDTH = 256
 
 
@@ -25,50 +27,73 @@ class Tile(NamedTuple):
 TILES = {16: Tile(64, 2**13, 4, 2), 32: Tile(32, 2**12, 4, 1)}  # by the bits of an element; fit in 227 KiB at any width
 
 
-def earlier_block_reference(*, base: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """out[n,t] = base[n,t] + sum over i > t of (q[n,t] . k[n-1,i]) v[n-1,i]: [B,N,w,H,V].
+def earlier_block_reference(
+    *, base: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor | None = None, k_scale: Tensor | None = None,
+    reversed_keys: bool = False,
+) -> Tensor:  # fmt: skip
+    """out[n,t] = base[n,t] + q_scale[n,t] sum over i > t of k_scale[n-1,i] (q[n,t] . k[n-1,i]) v[n-1,i]: [B,N,w,H,V].
 
-    base [B,N,w,H,V] and q [B,N,w,H,K] have N blocks of w tokens; k [B,N-1,w,H,K], *reversed in time inside each block*,
-    and v [B,N-1,w,H,V] those before them.
+    base [B,N,w,H,V], q [B,N,w,H,K] and q_scale [B,N,w,H] have N blocks of w tokens; k [B,N-1,w,H,K], v [B,N-1,w,H,V]
+    and k_scale [B,N-1,w,H] the first N-1 of them. `reversed_keys`: k, and only k, has each block's last token first.
     """
-    weights = torch.einsum("bnthk,bnihk->bnhti", q[:, 1:].double(), k.flip(2).double()).triu(1)
+    q, k = _scaled(q, k.flip(2) if reversed_keys else k, q_scale, k_scale, torch.float64)
+    weights = torch.einsum("bnthk,bnihk->bnhti", q[:, 1:], k).triu(1)
     more = torch.einsum("bnhti,bnihv->bnthv", weights, v.double())
     return torch.cat([base[:, :1], (base[:, 1:].double() + more).to(base.dtype)], 1)
 
 
-def earlier_block(*, base: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def earlier_block(
+    *, base: Tensor, q: Tensor, k: Tensor, v: Tensor, q_scale: Tensor | None = None, k_scale: Tensor | None = None,
+    reversed_keys: bool = False,
+) -> Tensor:  # fmt: skip
     """`earlier_block_reference` in one kernel: products in the tensors' dtype (fp32: 3 TF32 ones each), sums in fp32.
 
-    The last dimension of each tensor must be contiguous or is made so. Raises ValueError for widths over 256.
+    Scales are applied in the kernel, or before it where gradients are wanted. Raises ValueError for widths over 256.
     """
     if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH:
         raise ValueError(f"earlier_block: widths {q.shape[-1]} and {v.shape[-1]}; expected at most {MAX_WIDTH}")
-    return _EarlierBlock.apply(base, q, k, v)  # type: ignore[no-any-return]
+    reverse = "k" if reversed_keys else ""
+    if is_training(base, q, k, v, q_scale, k_scale):
+        if k_scale is not None and reversed_keys:
+            k_scale = k_scale.flip(2)
+        q, k = _scaled(q, k, q_scale, k_scale, v.dtype)
+        return _EarlierBlock.apply(base, q, k, v, reverse)  # type: ignore[no-any-return]
+    return _launch(q, k, v, shift=-1, later=True, reverse=reverse, base=base, q_scale=q_scale, k_scale=k_scale)
+
+
+def _scaled(
+    q: Tensor, k: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    q, k = (x if scale is None else x * scale[..., None] for x, scale in ((q, q_scale), (k, k_scale)))
+    return q.to(dtype), k.to(dtype)
 
 
 class _EarlierBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, base: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, base: Tensor, q: Tensor, k: Tensor, v: Tensor, reverse: str) -> Tensor:
         ctx.save_for_backward(q, k, v)
-        return _launch(q, k, v, shift=-1, later=True, reverse="k", base=base)
+        ctx.reversed = bool(reverse)
+        return _launch(q, k, v, shift=-1, later=True, reverse=reverse, base=base)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         low = grad.to(v.dtype)
-        d_q = _launch(low, v, k, shift=-1, later=True, reverse="v")
-        d_k = _launch(v, low, q, shift=1, later=False, reverse="o")
-        d_v = _launch(k, q, low, shift=1, later=False, reverse="q")
-        return grad, d_q, d_k, d_v
+        in_q, in_v, in_out = ("q", "v", "o") if ctx.reversed else ("", "", "")
+        d_q = _launch(low, v, k, shift=-1, later=True, reverse=in_v)
+        d_k = _launch(v, low, q, shift=1, later=False, reverse=in_out)
+        d_v = _launch(k, q, low, shift=1, later=False, reverse=in_q)
+        return grad, d_q, d_k, d_v, None
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, *, shift: int, later: bool, reverse: str, base: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, shift: int, later: bool, reverse: str, base: Tensor | None = None,
+    q_scale: Tensor | None = None, k_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Block n of q [B,N,w,H,K] over block n + `shift` of k and v, where there is one: [B,N,w,H,V].
 
-    `later`: keys with i > t (else i < t); `reverse` names the tensor that lies in reversed time.
+    `later`: keys with i > t (else i < t); `reverse` names the tensor that lies in reversed time, if one does.
     """
     import triton
 
@@ -87,11 +112,13 @@ def _launch(
     tile = TILES[8 * q.element_size()]
     block = min(max(16, triton.next_power_of_2(V)), tile.state // width)
     reversed_ = {f"{name.upper()}_REVERSED": name == reverse for name in "qkvo"}
-    strides = [s for x in (q, k, v, added, out) for s in x.stride()[:4]]
+    scales = [q if x is None else x.float() for x in (q_scale, k_scale)]
+    strides = [s for x in (q, k, v, added, out, *scales) for s in x.stride()[:4]]
     with torch.cuda.device(q.device if q.is_cuda else -1):
         kernel[(B * N * H, triton.cdiv(V, block))](
-            q, k, v, added, out, N, k.shape[1], w, H, shift, *strides, DK=K, DV=V, BLOCK_K=width, BLOCK_V=block,
-            CHUNK=tile.chunk, LATER=later, ADD=base is not None, **reversed_,
+            q, k, v, *scales, added, out, N, k.shape[1], w, H, shift, *strides, DK=K, DV=V, BLOCK_K=width,
+            BLOCK_V=block, CHUNK=tile.chunk, LATER=later, ADD=base is not None, SCALE_Q=q_scale is not None,
+            SCALE_K=k_scale is not None, **reversed_,
             PRECISION="tf32x3" if q.dtype == torch.float32 and not interpreted else "ieee", UPCAST=interpreted,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Linear attention of a block's queries over the block of keys before it, as a Triton kernel for CUDA.
 
-    out[n, t] = base[n, t] + sum over i > t of (q[n, t] . k[n-1, i]) v[n-1, i]
+    out[n, t] = base[n, t] + q_scale[n, t] sum over i > t of k_scale[n-1, i] (q[n, t] . k[n-1, i]) v[n-1, i]
 
 t and i count inside their blocks: the keys of the earlier block that a window as long as a block still holds. A program
 has one block, one head and BLOCK_V value channels; it walks over chunks from the last one to the first with the state
@@ -27,11 +27,13 @@ def _rows(X, b, n, h, rows, s_b, s_n, s_w, s_h, W, REVERSED: tl.constexpr):  # f
 @triton.jit
 @no_type_check
 def earlier_block_kernel(
-    Q, K, V, BASE, OUT, N, KEY_BLOCKS, W, H, shift,
+    Q, K, V, Q_SCALE, K_SCALE, BASE, OUT, N, KEY_BLOCKS, W, H, shift,
     q_b, q_n, q_w, q_h, k_b, k_n, k_w, k_h, v_b, v_n, v_w, v_h, base_b, base_n, base_w, base_h, o_b, o_n, o_w, o_h,
+    qs_b, qs_n, qs_w, qs_h, ks_b, ks_n, ks_w, ks_h,
     DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, CHUNK: tl.constexpr,
-    LATER: tl.constexpr, ADD: tl.constexpr, Q_REVERSED: tl.constexpr, K_REVERSED: tl.constexpr,
-    V_REVERSED: tl.constexpr, O_REVERSED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    LATER: tl.constexpr, ADD: tl.constexpr, SCALE_Q: tl.constexpr, SCALE_K: tl.constexpr, Q_REVERSED: tl.constexpr,
+    K_REVERSED: tl.constexpr, V_REVERSED: tl.constexpr, O_REVERSED: tl.constexpr, PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One block of queries, one head, BLOCK_V channels of the values."""
     program = tl.program_id(0)
@@ -55,6 +57,9 @@ def earlier_block_kernel(
         v = tl.load(_rows(V, b, m, h, rows, v_b, v_n, v_w, v_h, W, V_REVERSED) + dv[None, :], mask=valued, other=0.0)
         if UPCAST:
             q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
+        if SCALE_K:
+            at = _rows(K_SCALE, b, m, h, rows, ks_b, ks_n, ks_w, ks_h, W, False)
+            k = (k.to(tl.float32) * tl.load(at, mask=held & there, other=0.0)).to(k.dtype)
         weights = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         seen = (i[None, :] > i[:, None]) if LATER else (i[None, :] < i[:, None])
         weights = tl.where(seen, weights, 0.0)
@@ -62,6 +67,8 @@ def earlier_block_kernel(
         out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
         state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)
         kept = held & (dv < DV)[None, :]
+        if SCALE_Q:
+            out *= tl.load(_rows(Q_SCALE, b, n, h, rows, qs_b, qs_n, qs_w, qs_h, W, False), mask=held, other=0.0)
         if ADD:
             at = _rows(BASE, b, n, h, rows, base_b, base_n, base_w, base_h, W, False)
             out += tl.load(at + dv[None, :], mask=kept, other=0.0).to(tl.float32)

@@ -90,25 +90,34 @@ def _slab(*, window: int, read: Read, dtype: torch.dtype, own: bool, **terms: An
     blocks["v"] = values = blocks["v"].to(dtype)
     if N == 1 or window == 1:
         return _run(blocks, read).flatten(1, 2)[:, :T]
+    earlier = {name: x[:, :-1] for name, x in blocks.items()}
     if _diagonal(terms):
         prefix = _run(blocks, read)
         through = _wide(blocks["log_decay"]).cumsum(2)
         if read == "before":
             through = F.pad(through[:, :, :-1], (0, 0, 0, 0, 1, 0))
-        query = blocks["q"] * through.exp()
+        if own and through.shape[-1] == 1:  # transports are numbers, for the kernel to multiply with
+            left = _back(_back(_wide(earlier["log_decay"]), 1).cumsum(2))
+            out = earlier_block(
+                base=prefix, q=blocks["q"].to(dtype), k=earlier["k"].to(dtype), v=earlier["v"],
+                q_scale=through.exp()[..., 0], k_scale=left.exp()[..., 0],
+            )  # fmt: skip
+            return out.flatten(1, 2)[:, :T]
+        query = (blocks["q"] * through.exp()).to(dtype)
     else:  # one scan for both: values [v | 0] onto the state [0 | identity]
         identity = F.pad(torch.eye(K, dtype=_wide(values[:0]).dtype, device=values.device), (V, 0))
         out = _run({**blocks, "v": F.pad(values, (0, K))}, read, identity.repeat(B * N, H, 1, 1))
-        prefix, query = out[..., :V], out[..., V:]
+        prefix, query = out[..., :V], out[..., V:].to(dtype)
+    beta = earlier.get("beta")
+    if own:
+        keys = _carried(earlier, dtype)
+        out = earlier_block(base=prefix, q=query, k=keys, v=earlier["v"], k_scale=beta, reversed_keys=True)
+        return out.flatten(1, 2)[:, :T]
     # Key i of the previous block is inside the window iff its offset exceeds the query's: strictly causal in
     # reversed time, where keys and values come one step late.
-    earlier = {name: x[:, :-1] for name, x in blocks.items()}
-    value = earlier["v"] if "beta" not in earlier else (earlier["beta"][..., None] * earlier["v"]).to(dtype)
-    if own:
-        out = earlier_block(base=prefix, q=query.to(dtype), k=_carried(earlier, dtype), v=value)
-        return out.flatten(1, 2)[:, :T]
+    value = earlier["v"] if beta is None else (beta[..., None] * earlier["v"]).to(dtype)
     key = _carried(earlier, dtype, late=1)
-    suffix = _run({"q": _back(query[:, 1:].to(dtype)), "k": key, "v": _back(value, 1)})
+    suffix = _run({"q": _back(query[:, 1:]), "k": key, "v": _back(value, 1)})
     out = torch.cat([prefix[:, :1], prefix[:, 1:] + _back(suffix)], 1)
     return out.flatten(1, 2)[:, :T]
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from helpers import error
-from torch import Tensor
 
 from hybridscope.hooks.kernels.earlier_block import earlier_block, earlier_block_reference
 
@@ -18,29 +17,35 @@ SHAPES = [  # B, N, w, H, K, V: chunks not full, widths that are no power of two
 ]  # fmt: skip
 
 
-def inputs(B: int, N: int, w: int, H: int, K: int, V: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def inputs(B: int, N: int, w: int, H: int, K: int, V: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Views of larger tensors, as windowed() hands them over."""
     draw = torch.Generator().manual_seed(0)
     both = torch.randn(B, N, w, H, V + K, generator=draw).to(dtype)
     k = torch.randn(B, N, w, H, K, generator=draw).to(dtype)[:, 1:]
     v = torch.randn(B, N, w, H, V, generator=draw).to(dtype)[:, : N - 1]
-    return {"base": both[..., :V], "q": both[..., V:], "k": k, "v": v}
+    scales = {"q_scale": torch.rand(B, N, w, H, generator=draw), "k_scale": torch.rand(B, N, w, H, generator=draw)}
+    scales["k_scale"] = scales["k_scale"][:, 1:]
+    return {"base": both[..., :V], "q": both[..., V:], "k": k, "v": v, **scales}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float16, 2e-3)])
-def test_outputs_and_gradients(shape: Any, dtype: torch.dtype, most: float) -> None:
-    x = {name: y.detach().requires_grad_() for name, y in inputs(*shape, dtype=dtype).items()}
-    got, expected = earlier_block(**x), earlier_block_reference(**x)
-    assert got.dtype == dtype
-    assert error(got, expected) < most
-    weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    grads = [torch.autograd.grad((out * weight).sum(), list(x.values())) for out in (got, expected)]
-    for name, ours, theirs in zip(x, *grads, strict=True):
-        assert ours.dtype == dtype
-        assert ours.shape == x[name].shape
-        if theirs.numel():
-            assert error(ours, theirs) < most, name
+def test_outputs_and_gradients(shape: Any, scaled: bool, dtype: torch.dtype, most: float) -> None:
+    x = {n: y for n, y in inputs(*shape, dtype=dtype).items() if scaled or "scale" not in n}
+    for reversed_keys in (False, True):
+        leaves = {name: y.detach().requires_grad_() for name, y in x.items()}
+        got, expected = (f(**leaves, reversed_keys=reversed_keys) for f in (earlier_block, earlier_block_reference))
+        assert got.dtype == dtype
+        assert error(got, expected) < most
+        assert error(earlier_block(**x, reversed_keys=reversed_keys), expected) < most  # scales in the kernel
+        weight = torch.randn(got.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        grads = [torch.autograd.grad((out * weight).sum(), list(leaves.values())) for out in (got, expected)]
+        for name, ours, theirs in zip(leaves, *grads, strict=True):
+            assert ours.dtype == leaves[name].dtype
+            assert ours.shape == leaves[name].shape
+            if theirs.numel():
+                assert error(ours, theirs) < most, name
 
 
 def test_tokens_that_are_not_seen_never_enter() -> None:
@@ -50,7 +55,8 @@ def test_tokens_that_are_not_seen_never_enter() -> None:
     for t in (0, 63, 64, 100, 149):
         y = {name: z.clone() for name, z in x.items()}
         y["v"][:, :, : t + 1] = 1e10
-        y["k"][:, :, 149 - t :] *= -1e8
+        y["k"][:, :, : t + 1] *= -1e8
+        y["k_scale"][:, :, : t + 1] += 1e3
         after = earlier_block(**y)
         assert torch.equal(after[:, :, t:], before[:, :, t:])
         assert torch.equal(after[:, 0], before[:, 0])

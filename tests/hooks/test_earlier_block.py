@@ -23,18 +23,23 @@ def test_in_the_interpreter() -> None:
 
 
 def test_the_specification_is_the_sum_it_says() -> None:
-    """Token by token: the tokens of the block before with a larger offset, keys last token first."""
+    """Token by token: the tokens of the block before with a larger offset."""
     draw = torch.Generator().manual_seed(0)
     base, q, k, v = (torch.randn(2, n, 5, 3, d, generator=draw).double() for n, d in ((3, 4), (3, 6), (2, 6), (2, 4)))
-    out = earlier_block_reference(base=base, q=q, k=k, v=v)
+    scales = [torch.rand(2, n, 5, 3, generator=draw).double() for n in (3, 2)]
+    out = earlier_block_reference(base=base, q=q, k=k, v=v, q_scale=scales[0], k_scale=scales[1])
     assert torch.equal(out[:, 0], base[:, 0])
     for n in (1, 2):
         for t in range(5):
-            more = sum(
-                ((q[:, n, t] * k[:, n - 1, 4 - i]).sum(-1, keepdim=True) * v[:, n - 1, i] for i in range(t + 1, 5)),
-                torch.zeros(2, 3, 4).double(),
-            )
-            torch.testing.assert_close(out[:, n, t], base[:, n, t] + more)
+            expected = base[:, n, t].clone()
+            for i in range(t + 1, 5):
+                weight = (q[:, n, t] * k[:, n - 1, i]).sum(-1) * scales[0][:, n, t] * scales[1][:, n - 1, i]
+                expected += weight[..., None] * v[:, n - 1, i]
+            torch.testing.assert_close(out[:, n, t], expected)
+    turned = earlier_block_reference(
+        base=base, q=q, k=k.flip(2), v=v, q_scale=scales[0], k_scale=scales[1], reversed_keys=True
+    )
+    assert torch.equal(turned, out)
 
 
 @pytest.mark.parametrize(("K", "V"), [(257, 8), (8, 300)])
