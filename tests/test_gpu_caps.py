@@ -161,7 +161,7 @@ def test_what_a_block_gets_from_the_one_before(dtype: str, w: int, K: int, V: in
     draw = torch.Generator().manual_seed(0)
     both = torch.randn(2, 3, w, 2, V + K, generator=draw)
     k, v = (torch.randn(2, 3, w, 2, d, generator=draw)[:, 1:] * d**-0.5 for d in (K, V))
-    x = {"base": both[..., :V], "q": both[..., V:], "k": k, "v": v}
+    x: dict[str, Any] = {"base": both[..., :V], "q": both[..., V:], "k": k, "v": v}
     x = {name: y.to("cuda", DTYPES[dtype]).requires_grad_() for name, y in x.items()}
     x |= {f"{n}_scale": torch.rand(x[n].shape[:-1], device="cuda", requires_grad=True) for n in "qk"}
     got, expected = earlier_block(**x), earlier_block_reference(**x)

@@ -59,7 +59,7 @@ def earlier_block_kernel(
             q, k, v = q.to(tl.float32), k.to(tl.float32), v.to(tl.float32)
         if SCALE_K:
             at = _rows(K_SCALE, b, m, h, rows, ks_b, ks_n, ks_w, ks_h, W, False)
-            k = (k.to(tl.float32) * tl.load(at, mask=held & there, other=0.0)).to(k.dtype)
+            v = (v.to(tl.float32) * tl.load(at, mask=held & there, other=0.0)).to(v.dtype)
         weights = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         seen = (i[None, :] > i[:, None]) if LATER else (i[None, :] < i[:, None])
         weights = tl.where(seen, weights, 0.0)

@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+from families import WINDOW, build
 
 import hybridscope as hs
 from hybridscope import figures
@@ -89,6 +90,95 @@ def test_a_model_keeps_its_dtype_and_a_pure_recurrence_has_no_keys():
     assert next(model.parameters()).dtype == torch.float64
     with pytest.raises(ValueError, match="weights are"):
         hs.cost(model, [5], dtype=torch.float32)
+
+
+# Models of transformers
+
+
+def in_the_cache(past) -> tuple[int, int]:
+    """Bytes of the tensors in a transformers cache, by the names that transformers gives them."""
+    layers = [vars(layer) for layer in past.layers]
+    kv = [layer[name] for layer in layers for name in ("keys", "values") if layer.get(name) is not None]
+    states = [x for layer in layers for name in STATES for x in layer.get(name, {}).values() if x is not None]
+    states += getattr(past, "linear_cache", [])
+    return sum(x.nbytes for x in kv), sum(x.nbytes for x in states if isinstance(x, torch.Tensor))
+
+
+STATES = ("conv_states", "recurrent_states")
+FAMILIES = (
+    "hunyuan_v1_dense", "mistral", "gemma3_text", "gpt_oss", "minicpm3", "qwen3_next", "kimi_linear", "minimax",
+    "falcon_h1", "zamba2", "lfm2", "mamba2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_of_a_transformers_model_are_those_of_its_real_cache(family, dtype):
+    """Shorter and longer than windows and convolutions, after a prefill and after a step from it."""
+    model = hs.load(build(family).to(dtype))
+    lengths = [1, 3, WINDOW - 1, WINDOW, WINDOW + 1, 40]
+    table = hs.cost(model, lengths, batch=B, measure=False).query("model == 'hybrid'")
+    for length, kv, state in table[["length", "kv_bytes", "state_bytes"]].itertuples(index=False):
+        tokens = torch.randint(3, 60, (B, length))
+        for parts in ([length], [length - 1, 1]):
+            cache = model.new_cache()
+            with torch.no_grad():
+                for part in tokens.split([n for n in parts if n], 1):
+                    model.hidden(part, cache=cache)
+            assert in_the_cache(cache.past) == (kv, state)
+
+
+def test_the_formulas_of_transformers_models_written_out():
+    """Of widths set in tests/hooks/families.py: G = 2 heads of 8 at 4 layers; a Gated DeltaNet of 2 key heads of 6 and
+    4 value heads of 8, 4 inputs of its convolution kept, of 4 layers in 3."""
+
+    def of(family: str, dtype: torch.dtype) -> list[float]:
+        row = hs.cost(hs.load(build(family).to(dtype)), [100], batch=B, measure=False).iloc[0]
+        return row[["kv_bytes", "state_bytes", "kv_ratio"]].tolist()
+
+    token = 2 * (8 + 8) * 2
+    assert of("ministral3", torch.bfloat16) == [B * 4 * 100 * token, 0, 1]
+    assert of("mistral", torch.bfloat16) == [B * 4 * (WINDOW - 1) * token, 0, pytest.approx(100 / (WINDOW - 1))]
+    seen = 3 * (WINDOW - 1) + 100
+    assert of("gemma3_text", torch.bfloat16) == [B * seen * token, 0, pytest.approx(400 / seen)]
+    state = 4 * 6 * 8 * 4 + 4 * (2 * 2 * 6 + 4 * 8) * 2
+    assert of("qwen3_next", torch.bfloat16) == [B * 100 * token, B * 3 * state, 4]
+
+
+def test_a_table_of_a_transformers_model_and_its_figure():
+    """The hybrid is run; of its all-full twin there are bytes alone. What is measured is storage: a window layer's keys
+    stay a slice of the whole prefill."""
+    table = hs.cost(hs.load(build("qwen3_next")), [8, 16], batch=2, new_tokens=2)
+    assert table[["model", "length"]].to_numpy().tolist() == [[m, n] for n in (8, 16) for m in ("hybrid", "full")]
+    hybrid, full = (table[table.model == name] for name in ("hybrid", "full"))
+    assert (hybrid[["prefill_tokens_per_s", "decode_ms"]] > 0).all(axis=None)
+    assert full[["prefill_tokens_per_s", "decode_ms", "measured_kv_bytes"]].isna().all(axis=None)
+    for name in ("kv", "state"):
+        assert (hybrid[f"measured_{name}_bytes"] == hybrid[f"{name}_bytes"]).all()
+    figures.cost(table).draw_without_rendering()
+    windows = hs.cost(hs.load(build("mistral")), [16], new_tokens=1).iloc[0]
+    assert windows["measured_kv_bytes"] == windows["kv_bytes"] / (WINDOW - 1) * 16
+
+
+def test_a_transformers_model_without_softmax_has_nothing_to_compare_with():
+    table = hs.cost(hs.load(build("mamba2")), [8, 16], measure=False)
+    assert table["model"].tolist() == ["hybrid", "hybrid"]
+    assert table["kv_bytes"].tolist() == [0, 0]
+    assert table["cache_ratio"].isna().all()
+
+
+def test_a_transformers_model_whose_cache_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="RecurrentGemmaForCausalLM keeps no cache"):
+        hs.cost(hs.load(build("recurrent_gemma")), [8], measure=False)
+    with pytest.raises(ValueError, match="longer than the model's context of 128"):
+        hs.cost(hs.load(build("mistral")), [129], measure=False)
+
+
+def test_a_cache_that_grows_otherwise_than_its_sites_say_is_refused():
+    model = hs.load(build("gemma3_text"))
+    model.sites[0].window = 4  # the model's own is WINDOW
+    with pytest.raises(ValueError, match="does not grow by the same"):
+        hs.cost(model, [8], measure=False)
 
 
 def test_mistakes_are_named():
