@@ -146,7 +146,7 @@ def test_windows_in_one_flash_call(heads: tuple[int, int], window: int, compiled
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("case", ["plain", "window", "gpt-oss", "documents", "left padding", "rows"])
+@pytest.mark.parametrize("case", ["plain", "window", "gpt-oss", "documents", "left-padding", "rows"])
 def test_attention_statistics_are_the_oracles(dtype: str, case: str) -> None:
     """The Triton kernel from poisoned buffers, within KERNELS.md's bound, and equal when repeated."""
     row = stats_cells.check(dtype, case, torch.device("cuda"))

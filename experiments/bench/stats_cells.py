@@ -48,10 +48,10 @@ CASES: dict[str, Row] = {  # of the checks; K, G and T where they are not 64, 4 
     "gemma": {"softcap": 30.0, "K": 256, "G": 2, "window": 512},
     "gpt-oss": {"sink_logits": True, "window": 128, "G": 1},
     "documents": {"cu_seqlens": [0, 1, 130, 130, 777, 1000], "K": 96},
-    "left padding": {"padding": 137, "histogram": True},
+    "left-padding": {"padding": 137, "histogram": True},
     "rows": {"rows": [999, 0, 500, 501, 63, 64], "K": 16},
     "huge": {"size": 2000.0},
-    "both ways": {"causal": False, "K": 72},
+    "both-ways": {"causal": False, "K": 72},
 }
 PLAN = [
     "check/bf16/plain", "check/fp32/plain", "check/fp32/long", "check/bf16/window",

@@ -93,16 +93,17 @@ def _slab(*, window: int, read: Read, dtype: torch.dtype, own: bool, **terms: An
     earlier = {name: x[:, :-1] for name, x in blocks.items()}
     if _diagonal(terms):
         prefix = _run(blocks, read)
+        if own and blocks["log_decay"].shape[-1] == 1:  # transports are numbers, for the kernel to multiply with
+            decay = _wide(blocks["log_decay"])[..., 0].transpose(2, 3).contiguous()  # a scan likes its axis last
+            to, left = decay.cumsum(-1), F.pad(decay[:, :-1, :, 1:].flip(-1), (1, 0)).cumsum(-1).flip(-1)
+            out = earlier_block(
+                base=prefix, q=blocks["q"].to(dtype), k=earlier["k"].to(dtype), v=earlier["v"],
+                q_scale=to.exp().transpose(2, 3), k_scale=left.exp().transpose(2, 3),
+            )  # fmt: skip
+            return out.flatten(1, 2)[:, :T]
         through = _wide(blocks["log_decay"]).cumsum(2)
         if read == "before":
             through = F.pad(through[:, :, :-1], (0, 0, 0, 0, 1, 0))
-        if own and through.shape[-1] == 1:  # transports are numbers, for the kernel to multiply with
-            left = _back(_back(_wide(earlier["log_decay"]), 1).cumsum(2))
-            out = earlier_block(
-                base=prefix, q=blocks["q"].to(dtype), k=earlier["k"].to(dtype), v=earlier["v"],
-                q_scale=through.exp()[..., 0], k_scale=left.exp()[..., 0],
-            )  # fmt: skip
-            return out.flatten(1, 2)[:, :T]
         query = (blocks["q"] * through.exp()).to(dtype)
     else:  # one scan for both: values [v | 0] onto the state [0 | identity]
         identity = F.pad(torch.eye(K, dtype=_wide(values[:0]).dtype, device=values.device), (V, 0))
