@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-import traceback
 from pathlib import Path
 
 import torch
@@ -28,75 +26,18 @@ LIMIT = 240.0
 """Seconds that a worker may be silent: tuning one op."""
 
 
-def work(names: list[str], device: torch.device) -> None:
-    """Measure cells one after another and print their records as JSON lines."""
-    for name in names:
-        print(json.dumps({"start": name}), flush=True)
-        begin = time.monotonic()
-        try:
-            for row in caps_cells.measure(Cell(name), device):
-                print(json.dumps({"row": {"cell": name, **row}}), flush=True)
-        except Exception as exception:
-            traceback.print_exc()
-            text = f"{type(exception).__name__}: {' '.join(str(exception).split())}"[:500]
-            print(json.dumps({"row": {"cell": name, "status": "failed", "exception": text}}), flush=True)
-            if "CUDA error" in text:
-                raise SystemExit(3) from None  # nothing works in this process any more
-        print(json.dumps({"done": name, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
-
-
 def bench(out: Path, names: list[str], device: str, budget: float, *, first_configuration: bool = False) -> workers.Row:
     """Measure the cells that `out` does not hold yet; returns and writes {rows, not_run, ...}."""
     result = _opened(out, device, first_configuration)
-    todo = [name for name in names if name not in result["cell_seconds"]]
-    deadline = time.monotonic() + budget
-    running: list[str] = []
-    errors = out.with_name(out.stem + ".stderr")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    errors.unlink(missing_ok=True)
-    options = ["--device", device, *(["--untuned"] if result["untuned"] else [])]
-
-    def patience() -> float:
-        return min(LIMIT, deadline - time.monotonic())
 
     def save() -> None:
-        result["not_run"] = todo
         compare(result)
         workers.save(out, result)
 
-    def keep(line: workers.Row) -> None:
-        if "start" in line:
-            running[:] = [line["start"]]
-            result["rows"] = [r for r in result["rows"] if r["cell"] != line["start"]]
-        elif "row" in line:
-            result["rows"].append(line["row"])
-            save()
-            print(line_of(line["row"]), flush=True)
-        else:
-            finish(line["done"], line["seconds"])
-
-    def finish(name: str, seconds: float | None) -> None:
-        running.clear()
-        todo.remove(name)
-        result["cell_seconds"][name] = seconds
-        save()
-
-    save()
-    while todo and time.monotonic() < deadline:
-        before = len(todo)
-        job = [MODULE, "--worker", json.dumps(todo), *options]
-        code = workers.follow(job, keep, errors=errors, patience=patience)
-        if not todo or time.monotonic() >= deadline:
-            break
-        if running:
-            why = f"no result within {LIMIT:.0f} s" if code == "stopped" else f"worker ended with {code}"
-            text = f"{why}; {workers.tail(errors)}"
-            result["rows"].append({"cell": running[0], "status": "failed", "exception": text})
-            finish(running[0], None)
-        elif len(todo) == before:
-            raise RuntimeError(f"the worker ended with {code} before any cell; {workers.tail(errors)}")
-    save()
-    return result
+    arguments = [MODULE, "--device", device, *(["--untuned"] if result["untuned"] else [])]
+    return workers.drive(
+        out, result, names, arguments, budget=budget, limit=LIMIT, line_of=line_of, save_as=save
+    )  # fmt: skip
 
 
 def _opened(out: Path, device: str, first_configuration: bool) -> workers.Row:
@@ -147,7 +88,8 @@ def main(args: list[str] | None = None) -> None:
         if o.device == "cuda":
             (untuned if o.untuned else side_by_side)()
         with use_kernels("fused" if o.device == "cuda" else "torch"):
-            work(json.loads(o.worker), torch.device(o.device))
+            device = torch.device(o.device)
+            workers.work(json.loads(o.worker), lambda name: caps_cells.measure(Cell(name), device))
         return
     try:
         need_device(o.device)

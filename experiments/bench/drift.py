@@ -133,7 +133,7 @@ def _job(way: str, ladder: list[Checkpoint], wanted: Wanted) -> Callable[[], Non
         for checkpoint in ladder:
             for site, heads in wanted:
                 for name, rows in _rows(site, heads):
-                    checkpoint.tensor(name, rows).clone()  # files are mapped: what is not touched is not read
+                    checkpoint.tensor(name, rows)  # a copy of its own, unlike mapped memory
 
     def checkpoints() -> None:
         for checkpoint in ladder:

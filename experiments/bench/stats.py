@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,78 +35,22 @@ LIMIT = 60.0
 
 def work(names: list[str], device: torch.device) -> None:
     """Measure cells one after another and print their records as JSON lines."""
-    print(json.dumps({"peak": matmul_peak(device)}), flush=True)
-    for name in names:
-        print(json.dumps({"start": name}), flush=True)
-        begin = time.monotonic()
-        broken = False
-        try:
-            for row in stats_cells.measure(Cell(name), device):
-                print(json.dumps({"row": {"cell": name, **row}}), flush=True)
-        except Exception as exception:
-            text = f"{type(exception).__name__}: {' '.join(str(exception).split())}"[:500]
-            traceback.print_exc()
-            print(json.dumps({"row": {"cell": name, "status": "failed", "exception": text}}), flush=True)
-            broken = "CUDA error" in text
-        if device.type == "cuda" and not broken:
-            torch.cuda.empty_cache()
-        print(json.dumps({"done": name, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
-        if broken:
-            raise SystemExit(3)  # nothing works in this process any more
+    print(json.dumps({"facts": {"measured_peak": matmul_peak(device)}}), flush=True)
+    workers.work(names, lambda name: stats_cells.measure(Cell(name), device))
 
 
 def bench(out: Path, names: list[str], device: str, budget: float) -> workers.Row:
     """Measure the cells that `out` does not hold yet; returns and writes {rows, not_run, ...}."""
     result = _opened(out, device)
-    done = set(result["cell_seconds"])
-    todo = [name for name in names if name not in done]
-    deadline = time.monotonic() + budget
-    running: list[str] = []
-    errors = out.with_name(out.stem + ".stderr")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    errors.unlink(missing_ok=True)
 
     def save() -> None:
-        result["not_run"] = todo
         compare(result)
         workers.save(out, result)
         save_table(out.with_suffix(".csv"), result)
 
-    def keep(line: workers.Row) -> None:
-        if "peak" in line:
-            result["measured_peak"] = result["measured_peak"] or line["peak"]
-        elif "start" in line:
-            running[:] = [line["start"]]
-            result["rows"] = [r for r in result["rows"] if r["cell"] != line["start"]]
-        elif "row" in line:
-            result["rows"].append(line["row"])
-            save()
-            print(line_of(line["row"]), flush=True)
-        else:
-            finish(line["done"], line["seconds"])
-
-    def finish(name: str, seconds: float | None) -> None:
-        running.clear()
-        todo.remove(name)
-        result["cell_seconds"][name] = seconds
-        save()
-
-    save()
-    while todo and time.monotonic() < deadline:
-        arguments = [MODULE, "--worker", json.dumps(todo), "--device", device]
-        before = len(todo)
-        code = workers.follow(arguments, keep, errors=errors, patience=lambda: min(LIMIT, deadline - time.monotonic()))
-        if not todo or time.monotonic() >= deadline:
-            break
-        if running:
-            why = f"no result within {LIMIT:.0f} s" if code == "stopped" else f"worker ended with {code}"
-            text = f"{why}; {workers.tail(errors)}"
-            result["rows"].append({"cell": running[0], "status": "failed", "exception": text})
-            finish(running[0], None)
-        elif len(todo) == before:
-            raise RuntimeError(f"the worker ended with {code} before any cell; {workers.tail(errors)}")
-    save()
-    return result
+    return workers.drive(
+        out, result, names, [MODULE, "--device", device], budget=budget, limit=LIMIT, line_of=line_of, save_as=save
+    )
 
 
 def _opened(out: Path, device: str) -> workers.Row:

@@ -1,6 +1,7 @@
 """Benchmark workers: processes that print a JSON object a line, followed and stopped in time.
 
-A process of its own, so that a crash on the GPU costs one measurement and not the run.
+A process of its own, so that a crash on the GPU costs one measurement and not the run. `work` is the worker's side of a
+bench of cells, `drive` the other one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -79,3 +82,78 @@ def save(file: Path, result: Row) -> None:
     partial = file.with_name(file.name + ".partial")
     partial.write_text(json.dumps(result, indent=1))
     os.replace(partial, file)
+
+
+def work(names: list[str], measure: Callable[[str], Iterable[Row]]) -> None:
+    """Measure cells one after another and print their records as JSON lines; one that fails is a record too."""
+    for name in names:
+        print(json.dumps({"start": name}), flush=True)
+        begin = time.monotonic()
+        try:
+            for row in measure(name):
+                print(json.dumps({"row": {"cell": name, **row}}), flush=True)
+        except Exception as exception:
+            traceback.print_exc()
+            text = f"{type(exception).__name__}: {' '.join(str(exception).split())}"[:500]
+            print(json.dumps({"row": {"cell": name, "status": "failed", "exception": text}}), flush=True)
+            if "CUDA error" in text:
+                raise SystemExit(3) from None  # nothing works in this process any more; drive() starts another
+        print(json.dumps({"done": name, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
+
+
+def drive(
+    out: Path, result: Row, names: list[str], arguments: list[str], *, budget: float, limit: float,
+    line_of: Callable[[Row], str], save_as: Callable[[], None],
+) -> Row:  # fmt: skip
+    """Have the cells that `result` does not hold measured by `python -m ARGUMENTS --worker CELLS`, which calls `work`.
+
+    Fills in result's rows, cell_seconds and not_run, and what the worker prints as {"facts": ...} where that is None,
+    and saves by `save_as` after every record. Takes `budget` seconds; a worker that is silent for `limit` is stopped,
+    its cell recorded as failed, and another goes on. Raises RuntimeError where a worker ends before any cell.
+    """
+    todo = [name for name in names if name not in result["cell_seconds"]]
+    deadline = time.monotonic() + budget
+    running: list[str] = []
+    errors = out.with_name(out.stem + ".stderr")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    errors.unlink(missing_ok=True)
+
+    def kept() -> None:
+        result["not_run"] = todo
+        save_as()
+
+    def keep(line: Row) -> None:
+        if "facts" in line:
+            result.update({name: value for name, value in line["facts"].items() if result[name] is None})
+        elif "start" in line:
+            running[:] = [line["start"]]
+            result["rows"] = [row for row in result["rows"] if row["cell"] != line["start"]]
+        elif "row" in line:
+            result["rows"].append(line["row"])
+            kept()
+            print(line_of(line["row"]), flush=True)
+        else:
+            finish(line["done"], line["seconds"])
+
+    def finish(name: str, seconds: float | None) -> None:
+        running.clear()
+        todo.remove(name)
+        result["cell_seconds"][name] = seconds
+        kept()
+
+    kept()
+    while todo and time.monotonic() < deadline:
+        before = len(todo)
+        job = [*arguments, "--worker", json.dumps(todo)]
+        code = follow(job, keep, errors=errors, patience=lambda: min(limit, deadline - time.monotonic()))
+        if not todo or time.monotonic() >= deadline:
+            break
+        if running:
+            why = f"no result within {limit:.0f} s" if code == "stopped" else f"worker ended with {code}"
+            text = f"{why}; {tail(errors)}"
+            result["rows"].append({"cell": running[0], "status": "failed", "exception": text})
+            finish(running[0], None)
+        elif len(todo) == before:
+            raise RuntimeError(f"the worker ended with {code} before any cell; {tail(errors)}")
+    kept()
+    return result

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from hybridscope.experiments.bench import caps, caps_cells, tables
+from hybridscope.experiments.bench import caps, caps_cells, tables, workers
 from hybridscope.experiments.cli import main
 
 TINY = ["gdn/96/16", "kda/96/16", "lightning/96/16", "gla/96/16", "hgrn/96/16", "rwkv6/96/16", "rwkv7/96/16"]
@@ -71,7 +71,7 @@ def test_a_run_in_a_worker_is_saved_tabled_and_resumed(tmp_path, capsys):
 
 
 def test_a_cell_that_fails_is_a_record(tiny, tmp_path, capsys):
-    caps.work(["gdn/96/16", "nosuch/96/16"], torch.device("cpu"))
+    workers.work(["gdn/96/16", "nosuch/96/16"], measured)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[-2]["row"]["exception"].startswith("KeyError")
     rows = [line["row"] for line in lines if "row" in line]

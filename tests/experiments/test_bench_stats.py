@@ -27,7 +27,7 @@ def small(monkeypatch):
 
     def follow(arguments, keep, *, errors, patience, environment=None):
         out = io.StringIO()
-        given.append(json.loads(arguments[2]))
+        given.append(json.loads(arguments[arguments.index("--worker") + 1]))
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
             stats.main(arguments[1:])
         for line in out.getvalue().splitlines():
