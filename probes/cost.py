@@ -59,9 +59,9 @@ def cost(
     """Cache bytes, prefill and decode speed at each context length, beside the all-full model of the same widths.
 
     Of a config (random weights, which cost as much as trained ones), one of our models or a loaded transformers model.
-    `measure=False` gives the formulas alone, and of a config needs no memory for weights. `new_tokens`: decode steps timed
-    after each prefill. `dtype`, `device`: of the weights; by default the model's own, for a config bf16 on a GPU and fp32
-    elsewhere.
+    `measure=False` gives the formulas alone, and of a config needs no memory for weights. `new_tokens`: decode steps
+    timed after each prefill. `dtype`, `device`: of the weights; by default the model's own, for a config bf16 on a GPU
+    and fp32 elsewhere.
 
     No all-full twin of a transformers model is built: of "full" there are cache bytes alone, as if each of its layers
     attended to everything (`CacheSizes.full_token`), and of a model without softmax layers nothing. It is timed as it
@@ -96,14 +96,14 @@ def cost(
         raise ValueError(f"lengths: {need} tokens are longer than the model's context of {context}")
     device = torch.device(device or ("cuda" if model is None and torch.cuda.is_available() else "cpu"))
     if model is not None:
-        weight = next(model.parameters())
+        weight = next(model.embedding().parameters())
         if (dtype or weight.dtype) != weight.dtype:
             raise ValueError(f"dtype={dtype}: the model's weights are {weight.dtype}")
         dtype, device = weight.dtype, weight.device
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     built: dict[str, Any] = {}
-    if model is None or isinstance(model, HybridLM):
-        config = model.config if isinstance(model, HybridLM) else config_or_model
+    if isinstance(config_or_model, HybridConfig | HybridLM):
+        config = config_or_model if isinstance(config_or_model, HybridConfig) else config_or_model.config
         configs = {"hybrid": config, "full": all_full(config)}
         sizes = {name: _by_formula(its, batch, dtype) for name, its in configs.items()}
         if measure:

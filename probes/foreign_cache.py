@@ -1,8 +1,8 @@
 """What the decode cache of a transformers model holds, and will hold at any length.
 
-Keys and values are those of `keys` and `values` in the cache's layers, whatever they are (a latent, in MLA); every other
-floating-point tensor in there is state. How much a layer keeps of a token is read off the cache after a few tokens, how
-many tokens off its site: all, or under a window of W the last W - 1.
+Keys and values are `keys` and `values` in the cache's layers, whatever they hold (in MLA a latent); every other
+floating-point tensor in there is state. How much a layer keeps of a token is read off the cache after a few tokens,
+how many tokens off its site: all, or under a window of W the last W - 1.
 """
 
 from __future__ import annotations

@@ -199,9 +199,7 @@ def _stack(samples: list[dict[str, Any]], drawn: np.ndarray, bins: int, classes:
     )
 
 
-def needles_from_texts(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, compat: Compat | None = None
-) -> Needles:
+def needles_from_texts(rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, compat: Compat | None = None) -> Needles:
     """Needles from your own prompts: NIAH-style rows with `input` (text ending in the question) and `outputs`
     (answers, the first is used).
 

@@ -53,12 +53,12 @@ def retrieval_heads(
     Averages are over the samples that the model answers, unless `only_answered=False`. Heads of window sites are left
     out unless `full_only=False`.
 
-    `compat="qiao2026"` gives the mass score of the script published with arXiv 2606.15378: attention from the row before
-    the prompt's last on every occurrence of the answer in the prompt, full stop and colon beside it included where they
-    are tokens (`published.spellings`), over those of the first 200 prompts that have one, answered or not; heads of
-    window sites too. On rows read by `needles_from_texts(..., compat="qiao2026")` these are the script's numbers:
-    find_retrieval_heads.py of thunlp/rethinking-hybrid-attention at feaad08 was run in fp32 beside this, and differed by
-    less than 1e-6. On a GPU it runs in bf16, and rounds accordingly.
+    `compat="qiao2026"` gives the mass score of the script published with arXiv 2606.15378: attention from the row
+    before the prompt's last on every occurrence of the answer in the prompt, full stop and colon beside it included
+    where they are tokens (`published.spellings`), over those of the first 200 prompts that have one, answered or not;
+    heads of window sites too. On rows read by `needles_from_texts(..., compat="qiao2026")` these are the script's
+    numbers: find_retrieval_heads.py of thunlp/rethinking-hybrid-attention at commit feaad08 was run beside this in fp32
+    and differed by less than 1e-6 (on a GPU it runs in bf16, and rounds accordingly).
 
     Raises ValueError when the model answers none of the prompts, has no site to rank, or options do not go together.
 

@@ -46,10 +46,10 @@ def track(
     them (arXiv 2606.15378). `samples=True`: one record per prompt, numbered in column `sample`, which is what
     `formation_step` takes intervals from. A step that fails to load is warned about and left out.
 
-    `compat="qiao2026"`: the published scripts' numbers: heads chosen and `mass` as in `retrieval_heads(compat=...)`, NaN
-    for prompts that hold no answer; entropies over the prompt's own last rows, `entropy_norm` divided by log(i + 1) at
-    row i whatever the row sees, over the first 500 prompts. (Their script takes learnable sinks out of a row before its
-    entropy; here they count as a key.)
+    `compat="qiao2026"`: the published scripts' numbers: heads chosen and `mass` as in `retrieval_heads(compat=...)`,
+    NaN for prompts that hold no answer; entropies over the prompt's own last rows, `entropy_norm` divided by log(i + 1)
+    at row i whatever the row sees, over the first 500 prompts. (Their script takes learnable sinks out of a row before
+    its entropy; here they count as a key.)
 
     Raises ValueError for a head outside the model, a ladder whose shapes change, or one of which nothing loads.
 
@@ -170,8 +170,8 @@ def track_step(
     parts: dict[Any, list[dict[str, Tensor]]] = {site: [] for site in sites}
     for index in torch.arange(len(needles)).split(batch):
         scores = head_scores(
-            model, needles[index], sites, last_rows=last_rows, published_row=bool(compat), published_entropy=bool(compat),
-            value=None if where is None else where[index],
+            model, needles[index], sites, last_rows=last_rows, published_row=bool(compat),
+            published_entropy=bool(compat), value=None if where is None else where[index],
         )  # fmt: skip
         for site in sites:
             parts[site].append(scores[site])

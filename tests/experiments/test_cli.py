@@ -16,6 +16,7 @@ import tiny
 import torch
 from planted import LANGUAGE, STRONG
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import hybridscope as hs
 from hybridscope.experiments import cli
@@ -124,6 +125,12 @@ def test_cost(here, capsys):
     assert by_config["kv_bytes"].tolist() == table["kv_bytes"].tolist()
     assert by_config["decode_ms"].isna().all()
     assert "context" in refused(capsys, "cost", source, "--length", str(10 * context))
+    tokens = 2 * 2 * 4 * 4  # keys and values of 2 heads of 4, fp32
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=20, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+    )).save_pretrained(here / "llama")  # fmt: skip
+    foreign = written(run(capsys, "cost", "llama", "--no-measure", "--length", "4"), "cost")
+    assert foreign["kv_bytes"].tolist() == [4 * tokens] * 2
 
 
 def test_train_leaves_a_ladder_and_goes_on_where_it_is(here, capsys):

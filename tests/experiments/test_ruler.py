@@ -133,6 +133,10 @@ def test_qa_asks_for_any_and_the_rest_for_all() -> None:
 
 def test_intervals_have_a_width_and_cover() -> None:
     assert score_interval([1.0] * 20)[1] < 0.9
+    for n in range(1, 40):  # and end at 0 and at 1, no rounding beyond
+        assert score_interval([0.0] * n)[1] == 0
+        assert score_interval([1.0] * n)[2] == 1
+        assert average_interval([score_interval([0.0] * n)] * 13)[1] == 0
     value, low, high = score_interval([0.25, 0.5, 1.0, 0.75] * 10)
     assert low < value < high
     assert average_interval([(1.0, 0.8, 1.0), (0.0, 0.0, 0.2)]) == pytest.approx((0.5, 0.4, 0.6))

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from families import WINDOW, build
 
 import hybridscope as hs
 from hybridscope import figures
 from hybridscope.hooks.config import KINDS
+from hybridscope.probes import foreign_cache
 from hybridscope.probes.cost import all_full, cache_bytes, measured_bytes
+from hybridscope.probes.foreign_cache import held
+
+sys.path.append(str(Path(__file__).parents[1] / "hooks"))
+from families import WINDOW, build
 
 D, H, G, B = 32, 4, 2, 3
 ENTRIES = ["swa:7" if name == "swa" else name for name in KINDS] + ["swa:1", "swa:7|gdn", "full+mamba2"]
@@ -145,6 +151,14 @@ def test_the_formulas_of_transformers_models_written_out():
     assert of("qwen3_next", torch.bfloat16) == [B * 100 * token, B * 3 * state, 4]
 
 
+def test_layers_without_keys_are_compared_with_the_largest_full_layer():
+    sizes = foreign_cache.CacheSizes(token={0: 12, 2: 10, 3: 8}, window={0: 8, 2: None, 3: None}, state=5, layers=6)
+    assert sizes.at(20) == (12 * 7 + 10 * 20 + 8 * 20, 5)
+    assert sizes.full_token == 12 + 10 + 8 + 3 * 10
+    assert dataclasses.replace(sizes, token={0: 12}, layers=3).full_token == 3 * 12  # windows alone
+    assert dataclasses.replace(sizes, token={}).full_token is None
+
+
 def test_a_table_of_a_transformers_model_and_its_figure():
     """The hybrid is run; of its all-full twin there are bytes alone. What is measured is storage: a window layer's keys
     stay a slice of the whole prefill."""
@@ -174,11 +188,22 @@ def test_a_transformers_model_whose_cache_is_not_known_is_refused():
         hs.cost(hs.load(build("mistral")), [129], measure=False)
 
 
-def test_a_cache_that_grows_otherwise_than_its_sites_say_is_refused():
-    model = hs.load(build("gemma3_text"))
-    model.sites[0].window = 4  # the model's own is WINDOW
-    with pytest.raises(ValueError, match="does not grow by the same"):
-        hs.cost(model, [8], measure=False)
+@pytest.mark.parametrize(
+    ("layer", "kind", "each", "named"),
+    [
+        (-1, "state", 1, "states of fixed size"),  # grows with the context
+        (7, "kv", 1, "more than its sites'"),  # where nothing attends
+        (0, "kv", 0, "the same keys and values for every token"),
+    ],
+)
+def test_a_cache_that_grows_otherwise_than_its_sites_say_is_refused(monkeypatch, layer, kind, each, named):
+    def more(past):
+        yield from held(past)
+        yield layer, kind, torch.zeros(1 + each * past.get_seq_length())
+
+    monkeypatch.setattr(foreign_cache, "held", more)
+    with pytest.raises(ValueError, match=named):
+        hs.cost(hs.load(build("hunyuan_v1_dense")), [8], measure=False)
 
 
 def test_mistakes_are_named():

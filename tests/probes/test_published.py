@@ -158,6 +158,7 @@ def test_the_colon_before_and_the_stop_behind_a_value_count():
     marked = occurrences(torch.tensor(ids), spellings(tokenizer(), ["47"]))
     assert "".join("^" if m else "." for m in marked.tolist()) == "..^^^^^^^^..."
     assert not occurrences(torch.tensor([5, 6]), [[5, 6, 7]]).any()
+    assert occurrences(torch.tensor([5, 6]), [[5, 6]]).all()
 
 
 def test_made_texts_know_their_spellings_and_keep_them_in_subsets(model):
