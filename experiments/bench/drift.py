@@ -35,7 +35,7 @@ from .train import version_of
 
 BLOCK = 2**24
 WAYS = ("sequential", "slices", "checkpoints", "qk_drift")
-REPEATS = 3
+REPEATS = 7
 Wanted = list[tuple[QKProjection, list[int]]]
 
 
