@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from ...hooks.config import HybridConfig, has_full, ratio
-from .peers import PEERS
+from .peers import AS_SHIPPED, PEERS
 
 VOCABULARY = 32_000
 
@@ -31,13 +31,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"n_layers": 2, "d_model": 64, "n_heads": 2, "d_ff": 96, "vocab_size": 128, "mixers": {}},
 }
 PATTERNS = ("full", "gdn@pure", "fla-gdn", "gdn", "swa:512", "mamba2", "lightning")
-PEER_NAMES = ("fla-gdn", "fla-kda")  # of peers that run as shipped
 EXTRA = ("kda@pure", "fla-kda", "llama", "full/cudnn", "full/plain-loss")
 FIRST = ("100m/4096", "340m/16384", "15m/4096", "340m/2048")
 LATER = ("100m/16384", "100m/2048", "15m/2048", "15m/16384")
 PLAN = [  # what is asked for without options, in this order; blocks: compiling the whole model is minutes a cell
     "340m/4096/full",
-    *[f"{size}/{p}" + "/blocks" * (p not in PEER_NAMES) for size, patterns in (
+    *[f"{size}/{p}" + "/blocks" * (p not in AS_SHIPPED) for size, patterns in (
         ("340m/4096", PATTERNS + EXTRA), *((size, PATTERNS) for size in FIRST + LATER),
     ) for p in patterns],
     "340m/4096/gdn@pure", "340m/4096/fla-gdn-compiled",

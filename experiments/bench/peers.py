@@ -26,6 +26,8 @@ from ...hooks.kernels import fused as kernels
 
 PEERS = {"fla-gdn": "gdn@pure", "fla-gdn-compiled": "gdn@pure", "fla-kda": "kda@pure", "llama": "full"}
 """Each peer, and our pattern of the same architecture."""
+AS_SHIPPED = ("fla-gdn", "fla-kda")
+"""Peers that are not compiled."""
 
 
 @dataclasses.dataclass

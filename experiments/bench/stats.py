@@ -29,7 +29,7 @@ from .step import matmul_peak
 from .train import need_device, version_of
 
 MODULE = "hybridscope.experiments.bench.stats"
-LIMIT = 60.0
+LIMIT = 120.0
 """Seconds that a worker may be silent."""
 
 

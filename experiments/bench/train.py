@@ -212,7 +212,7 @@ def compare(result: workers.Row) -> None:
                 if (r["size"], r["length"], r["tokens"]) == (row["size"], row["length"], row["tokens"])
                 and r["pattern"] in wanted and (key == "peer" or (r["loss"] != "plain" and r["attention"] == "auto"))
             ]  # fmt: skip
-            if key == "full":  # compiled in the same way where there is one
+            if key == "full" and row["pattern"] not in peers.AS_SHIPPED:  # compiled in the same way where there is one
                 others = [r for r in others if r["compile"] == row["compile"]] or others
             here = [r for r in others if r["session"] == row["session"]] or others
             best = max(here, key=lambda r: r["tokens_per_second"], default=None)

@@ -20,6 +20,7 @@ from threading import Timer
 from typing import Any
 
 Row = dict[str, Any]
+BROKEN = 3  # exit status of a worker whose GPU refuses to go on
 
 
 def follow(
@@ -97,7 +98,7 @@ def work(names: list[str], measure: Callable[[str], Iterable[Row]]) -> None:
             text = f"{type(exception).__name__}: {' '.join(str(exception).split())}"[:500]
             print(json.dumps({"row": {"cell": name, "status": "failed", "exception": text}}), flush=True)
             if "CUDA error" in text:
-                raise SystemExit(3) from None  # nothing works in this process any more; drive() starts another
+                raise SystemExit(BROKEN) from None  # nothing works in this process any more; drive() starts another
         print(json.dumps({"done": name, "seconds": round(time.monotonic() - begin, 1)}), flush=True)
 
 
@@ -150,8 +151,9 @@ def drive(
             break
         if running:
             why = f"no result within {limit:.0f} s" if code == "stopped" else f"worker ended with {code}"
-            text = f"{why}; {tail(errors)}"
-            result["rows"].append({"cell": running[0], "status": "failed", "exception": text})
+            row = {"cell": running[0], "status": "failed", "exception": f"{why}; {tail(errors)}"}
+            if code != BROKEN:  # it has said so itself
+                result["rows"].append(row)
             finish(running[0], None)
         elif len(todo) == before:
             raise RuntimeError(f"the worker ended with {code} before any cell; {tail(errors)}")

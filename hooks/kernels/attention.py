@@ -71,9 +71,10 @@ def attention(
         if softcap is None and (window is None or window >= T):
             return _softmax(q, k, v, None, **score)
         if window is not None and softcap is None and sink_logits is None and _flash_takes(q, k, v):
-            if not sinks and (T < LONG or is_training(q, k, v) or torch.compiler.is_compiling()):
+            wide = q.shape[-1] >= 16  # FlexAttention's least
+            if not sinks and (T < LONG or not wide or is_training(q, k, v) or torch.compiler.is_compiling()):
                 return _flash(q, k, v, window, scale)
-            if T >= BANDS:
+            if T >= BANDS and wide:
                 return _flex(q, k, v, window, sinks, limit, scale)
         span = T if window is None else window
         rows = [_banded(q, k, v, start, span, sinks, limit, score) for start in range(0, T, ROWS)]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .fused import is_training
+from .fused import DTYPES, is_training
 
 MAX_WIDTH = 256
 
@@ -48,10 +48,14 @@ def earlier_block(
 ) -> Tensor:  # fmt: skip
     """`earlier_block_reference` in one kernel: products in the tensors' dtype (fp32: 3 TF32 ones each), sums in fp32.
 
-    Scales are applied in the kernel, or before it where gradients are wanted. Raises ValueError for widths over 256.
+    q and k are taken in v's dtype. Scales are applied in the kernel, or before it where gradients are wanted. Tokens
+    that are not seen change nothing while they are finite. Raises ValueError for widths over 256, and for fp64.
     """
     if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH:
         raise ValueError(f"earlier_block: widths {q.shape[-1]} and {v.shape[-1]}; expected at most {MAX_WIDTH}")
+    if v.dtype not in DTYPES:
+        raise ValueError(f"earlier_block: v is {v.dtype}; expected fp32, bf16 or fp16")
+    q, k = q.to(v.dtype), k.to(v.dtype)
     reverse = "k" if reversed_keys else ""
     if is_training(base, q, k, v, q_scale, k_scale):
         if k_scale is not None and reversed_keys:
@@ -81,9 +85,10 @@ class _EarlierBlock(torch.autograd.Function):
         q, k, v = ctx.saved_tensors
         low = grad.to(v.dtype)
         in_q, in_v, in_out = ("q", "v", "o") if ctx.reversed else ("", "", "")
-        d_q = _launch(low, v, k, shift=-1, later=True, reverse=in_v)
-        d_k = _launch(v, low, q, shift=1, later=False, reverse=in_out)
-        d_v = _launch(k, q, low, shift=1, later=False, reverse=in_q)
+        _, needs_q, needs_k, needs_v, _ = ctx.needs_input_grad
+        d_q = _launch(low, v, k, shift=-1, later=True, reverse=in_v) if needs_q else None
+        d_k = _launch(v, low, q, shift=1, later=False, reverse=in_out) if needs_k else None
+        d_v = _launch(k, q, low, shift=1, later=False, reverse=in_q) if needs_v else None
         return grad, d_q, d_k, d_v, None
 
 

@@ -64,11 +64,13 @@ def earlier_block_kernel(
         seen = (i[None, :] > i[:, None]) if LATER else (i[None, :] < i[:, None])
         weights = tl.where(seen, weights, 0.0)
         out = tl.dot(q, state.to(q.dtype), input_precision=PRECISION)
+        if SCALE_Q:  # before 16 bits have to hold what it makes small
+            by = tl.load(_rows(Q_SCALE, b, n, h, rows, qs_b, qs_n, qs_w, qs_h, W, False), mask=held, other=0.0)
+            weights *= by
+            out *= by
         out = tl.dot(weights.to(v.dtype), v, out, input_precision=PRECISION)
         state = tl.dot(tl.trans(k), v, state, input_precision=PRECISION)
         kept = held & (dv < DV)[None, :]
-        if SCALE_Q:
-            out *= tl.load(_rows(Q_SCALE, b, n, h, rows, qs_b, qs_n, qs_w, qs_h, W, False), mask=held, other=0.0)
         if ADD:
             at = _rows(BASE, b, n, h, rows, base_b, base_n, base_w, base_h, W, False)
             out += tl.load(at + dv[None, :], mask=kept, other=0.0).to(tl.float32)

@@ -95,7 +95,8 @@ def _slab(*, window: int, read: Read, dtype: torch.dtype, own: bool, **terms: An
         prefix = _run(blocks, read)
         if own and blocks["log_decay"].shape[-1] == 1:  # transports are numbers, for the kernel to multiply with
             decay = _wide(blocks["log_decay"])[..., 0].transpose(2, 3).contiguous()  # a scan likes its axis last
-            to, left = decay.cumsum(-1), F.pad(decay[:, :-1, :, 1:].flip(-1), (1, 0)).cumsum(-1).flip(-1)
+            to = (F.pad(decay[..., :-1], (1, 0)) if read == "before" else decay).cumsum(-1)
+            left = F.pad(decay[:, :-1, :, 1:].flip(-1), (1, 0)).cumsum(-1).flip(-1)
             out = earlier_block(
                 base=prefix, q=blocks["q"].to(dtype), k=earlier["k"].to(dtype), v=earlier["v"],
                 q_scale=to.exp().transpose(2, 3), k_scale=left.exp().transpose(2, 3),

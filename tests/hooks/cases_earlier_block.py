@@ -48,6 +48,24 @@ def test_outputs_and_gradients(shape: Any, scaled: bool, dtype: torch.dtype, mos
                 assert error(ours, theirs) < most, name
 
 
+def test_gradients_of_what_wants_them() -> None:
+    x = inputs(1, 3, 20, 2, 16, 16)
+    leaves = {name: y.detach().requires_grad_() for name, y in x.items()}
+    expected = torch.autograd.grad(earlier_block(**leaves).sum(), list(leaves.values()))
+    for (name, y), together in zip(x.items(), expected, strict=True):
+        leaf = y.detach().requires_grad_()
+        alone = torch.autograd.grad(earlier_block(**{**x, name: leaf}).sum(), leaf)[0]
+        assert torch.equal(alone, together), name
+
+
+def test_a_small_scale_comes_before_16_bits() -> None:
+    """Products of more than fp16 holds, times scales that make them small."""
+    x = {n: y.half() if "scale" not in n else y for n, y in inputs(1, 2, 70, 1, 128, 16).items()}
+    x["q"], x["k"], x["q_scale"] = torch.full_like(x["q"], 30), torch.full_like(x["k"], 30), x["q_scale"] * 1e-6
+    got, expected = earlier_block(**x), earlier_block_reference(**{n: y.double() for n, y in x.items()})
+    assert error(got, expected) < 2e-3
+
+
 def test_tokens_that_are_not_seen_never_enter() -> None:
     """Huge keys and values of the block before at offsets up to t leave rows from t on as they are, bitwise."""
     x = inputs(1, 3, 150, 2, 16, 16)

@@ -280,6 +280,7 @@ def test_keys_between_sinks_and_window_are_left_out(monkeypatch: pytest.MonkeyPa
 
 FLEX: list[tuple[int, int, int, int | None]] = [
     (300, 1, 1, None), (300, 5, 4, None), (513, 130, 3, None), (513, 200, 130, None), (513, 100, 4, 250),
+    (300, 1, 0, None), (513, 130, 0, None), (512, 256, 0, None),
 ]  # fmt: skip
 
 
@@ -308,10 +309,11 @@ def test_blocks_of_the_mask(T: int, window: int, sinks: int, limit: int | None) 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(("T", "window", "sinks", "limit"), FLEX)
-def test_sinks_take_flex_attention_on_a_gpu(
+def test_sinks_and_long_windows_take_flex_attention_on_a_gpu(
     T: int, window: int, sinks: int, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
+    """But for windows alone where gradients are wanted, and for heads too narrow for it."""
+    calls, flashes = [], []
 
     def uncompiled(*args: Any) -> Tensor:
         calls.append(args)
@@ -319,13 +321,40 @@ def test_sinks_take_flex_attention_on_a_gpu(
 
     monkeypatch.setattr(kernel, "_flash_takes", lambda q, k, v: True)
     monkeypatch.setattr(kernel, "BANDS", T)
+    monkeypatch.setattr(kernel, "LONG", T)
     monkeypatch.setattr(flex, "compiled", lambda: uncompiled)
+    monkeypatch.setattr(kernel, "_flash", lambda q, k, v, window, scale: flashes.append(window) or v)
     x = qkv(T, K=16, V=16, dtype=torch.float32)
     assert_close(
         attention(**x, window=window, sinks=sinks, limit=limit),
         attention_reference(**x, window=window, sinks=sinks, limit=limit),
     )
     assert len(calls) == 1
-    monkeypatch.setattr(kernel, "BANDS", T + 1)  # not worth a compilation
-    attention(**x, window=window, sinks=sinks, limit=limit)
+    attention(**qkv(T, K=8, V=8, dtype=torch.float32), window=window, sinks=sinks, limit=limit)
+    if not sinks:
+        attention(**{n: z.requires_grad_() for n, z in x.items()}, window=window, limit=limit)
+    assert (len(calls), len(flashes)) == (1, 0 if sinks else 2)
+    for name in ("BANDS", "LONG"):
+        monkeypatch.setattr(kernel, name, T + 1)  # not worth a compilation
+    attention(**qkv(T, K=16, V=16, dtype=torch.float32), window=window, sinks=sinks, limit=limit)
     assert len(calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_is_compiled_for_many_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the compiler's usual limit of 8, past which it gives up; again, and nothing is compiled."""
+    seen = []
+
+    def backend(graph: Any, example: Any) -> Any:
+        seen.append(graph)
+        return graph.forward
+
+    made = torch.compile(flex.flex(), fullgraph=True, backend=backend)
+    monkeypatch.setattr(flex, "compiled", lambda: made)
+    torch.compiler.reset()
+    for _ in range(2):
+        for H in range(1, 12):
+            x = torch.zeros(1, 128, H, 16)
+            flex.attend_blocks(x, x, x, window=5, sinks=0, limit=None, scale=1.0)
+        assert 9 <= len(seen) <= 12
+    torch.compiler.reset()

@@ -42,6 +42,12 @@ def test_the_specification_is_the_sum_it_says() -> None:
     assert torch.equal(turned, out)
 
 
+def test_a_dtype_it_does_not_take() -> None:
+    v = torch.zeros(1, 2, 4, 1, 8).double()
+    with pytest.raises(ValueError, match="float64; expected fp32, bf16 or fp16"):
+        earlier_block(base=v, q=v, k=v[:, 1:], v=v[:, 1:])
+
+
 @pytest.mark.parametrize(("K", "V"), [(257, 8), (8, 300)])
 def test_widths_it_does_not_take(K: int, V: int) -> None:
     q, v = torch.zeros(1, 2, 4, 1, K), torch.zeros(1, 2, 4, 1, V)

@@ -410,6 +410,17 @@ def test_fused_pieces_make_the_same_cap(ops: set[str], family: str, cap: int, co
     assert ops <= OPS[family]
 
 
+@pytest.mark.parametrize("cap", [2, 7, 49])
+def test_a_state_read_before_it_is_written_with_one_decay_a_head(ops: set[str], cap: int) -> None:
+    """As RWKV-6 with a key dim of 1 has it."""
+    x = capped_inputs("before")
+    x["log_decay"] = x["log_decay"][..., :1]
+    with use_kernels("torch"):
+        expected = capped(**x, cap=cap, read="before")
+    with use_kernels("fused"):
+        assert_close(capped(**x, cap=cap, read="before"), expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_caps_in_16_bits(ops: set[str], family: str) -> None:
     """Outputs keep v's dtype, under autocast too, and the error is that of the uncapped kernel."""
