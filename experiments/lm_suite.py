@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm.auto import tqdm
 
+from ..probes.arguments import at_least_one
 from ..probes.intervals import interval, resample
 from .answers import Scored, loglikelihoods, pair, tokenizer_of
 from .records import DRAWS, Records, average_interval, run_name, score_interval
@@ -65,6 +66,7 @@ def lm_suite(
     Raises ValueError for an unknown task or a model without a tokenizer, ImportError where the requests are not here.
     """
     check(tasks, n)
+    at_least_one(batch=batch)
     tokenizer_of(model)
     questions = {task: read_questions(task, requests) for task in tasks}
     records = Records(samples, run_name(model, weights, measurement="lm"), KEY)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from ..hooks.checkpoint import atomic_file
+from ..probes.arguments import at_least_one
 from ..probes.haystacks import encode
 from .answers import continuations, tokenizer_of
 from .records import Records, average_interval, run_name, score_interval, tokenizer_hash
@@ -63,8 +64,10 @@ def ruler(
     for a task; ImportError where the generator is not installed.
     """
     check(tasks, n)
+    at_least_one(batch=batch)
     tokenizer_of(model)
     for length in lengths:
+        at_least_one(length=length)
         if model.context is not None and length > model.context:
             raise ValueError(f"length={length}: longer than the model's context of {model.context}")
     version = importlib.metadata.version(PACKAGE)

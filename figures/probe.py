@@ -82,9 +82,10 @@ def _path(rows: Rows) -> Rows:
 
 def _accuracy(axes: Axes, rows: Rows, size: float) -> list[Label]:
     axes.set_ylim(0, 1.03)
-    real = _path(pick(rows, control="none"))
-    if real.empty:
+    probe = pick(rows, control="none")
+    if probe.empty:
         raise ValueError(f"figures.{NAME}: column 'control' has no row 'none' (the probe itself)")
+    real = _path(probe)  # empty where only `delta` was probed
     chance, right = float(np.nanmean(numbers(rows, "chance"))), float(rows["layer"].max()) + 0.5
     axes.axhline(chance, color=INK, linewidth=0.6, zorder=1.5)
     labels = [Label(right, chance, f"chance {chance:.3g}", INK)]

@@ -19,6 +19,7 @@ from ..hooks.checkpoint import Checkpoint
 from ..hooks.kernels.attention import visible
 from ..hooks.passes import View
 from ..hooks.sites import Site, switched
+from .arguments import check_documents, head_tuples
 from .drift import checkpoints_of, references
 from .tracking import same_shape
 
@@ -60,9 +61,8 @@ def activation_drift(
     """
     import pandas as pd
 
+    check_documents(tokens)
     checkpoints = checkpoints_of(ladder)
-    if tokens.ndim != 2 or tokens.shape[0] < 1:
-        raise ValueError(f"tokens: shape {tuple(tokens.shape)}; expected documents [B,T]")
     columns = _rows(rows, tokens.shape[1])
     frames: list[pd.DataFrame] = []
     shape: tuple[int, list[tuple[Any, ...]]] | None = None
@@ -105,9 +105,7 @@ def _chosen(model: Any, heads: Sequence[tuple[int, ...]] | None) -> dict[Site, l
         if not softmax:
             raise ValueError("activation_drift: this model has no softmax site")
         return {site: list(range(site.heads)) for site in softmax}
-    if not len(heads):
-        raise ValueError("heads: an empty list; None means all heads")
-    named = [model.sites.head(tuple(head)) for head in heads]
+    named = [model.sites.head(head) for head in head_tuples(heads)]
     for site, _ in named:
         if not site.softmax:
             raise ValueError(f"activation_drift: {site.name} is {site.kind} ({site.mixer}); it has no queries and keys")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from .arguments import check_prompts
 from .intervals import interval, resample, share_interval
 from .needles import Needles, answered
 
@@ -33,11 +34,17 @@ def causal_check(
     heads; they come from the layers of the top k, as many from each, and where a layer has too few others, from other
     sites of the same kinds. Warns where the model answers none of the prompts, so that nothing can be lost.
 
-    Raises ValueError for k outside the table, or where fewer than k other heads are left to draw.
+    Raises ValueError for a table of something else, k outside it, or where fewer than k other heads are left to draw.
     """
+    check_prompts(needles)
+    columns = ["layer", "site", "head"]
+    if not isinstance(heads, pd.DataFrame) or not set(columns) <= set(heads.columns):
+        raise ValueError("heads: expected a table of `retrieval_heads`, with columns layer, site, head")
+    if draws < 0:
+        raise ValueError(f"draws={draws}: expected >= 0 draws of random heads")
     if not 1 <= k <= len(heads):
         raise ValueError(f"k={k}: expected 1..{len(heads)}, the heads in the table")
-    top = [tuple(map(int, h)) for h in heads[["layer", "site", "head"]].head(k).to_numpy()]
+    top = [tuple(map(int, h)) for h in heads[columns].head(k).to_numpy()]
     rng = np.random.default_rng(seed)
 
     def right(without: Sequence[tuple[int, ...]]) -> np.ndarray:

@@ -48,7 +48,7 @@ class CacheBytes:
 
 def cost(
     config_or_model: HybridConfig | Instrumented,
-    lengths: Sequence[int] = (1024, 4096, 16384),
+    lengths: Sequence[int] | int = (1024, 4096, 16384),
     *,
     batch: int = 1,
     measure: bool = True,
@@ -87,9 +87,11 @@ def cost(
         raise ValueError(
             f"cost: expected a HybridConfig or HybridLM, or a loaded transformers model, not {type(model).__name__}"
         )
+    lengths = [lengths] if isinstance(lengths, int) else list(lengths)
     for name, values in (("lengths", lengths), ("batch", [batch]), ("new_tokens", [new_tokens])):
-        if not values or min(values) < 1:
+        if not values or any(int(value) != value or value < 1 for value in values):
             raise ValueError(f"{name}={values}: expected whole numbers >= 1")
+    lengths = [int(length) for length in lengths]
     context = (config_or_model if model is None else model).context
     need = max(lengths) + (new_tokens if measure else 0)
     if context is not None and need > context:

@@ -32,6 +32,7 @@ from ..hooks.checkpoint import Checkpoint
 from ..hooks.head_maps import read_maps
 from ..hooks.ladder import ladder as open_ladder
 from ..hooks.projections import QKProjection, qk_projections
+from .arguments import head_tuples
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -148,26 +149,19 @@ def _choose(sites: list[QKProjection], heads: Iterable[tuple[int, ...]] | None) 
         return [(site, list(range(site.heads))) for site in sites]
     wanted: dict[QKProjection, set[int]] = {}
     by_place = {(s.layer, s.site): s for s in sites}
-    for head in heads:
-        if not isinstance(head, tuple | list) or len(head) not in (2, 3):
-            raise ValueError(f"head {head!r}: expected (layer, head) or (layer, site, head)")
+    for head in head_tuples(heads):
         if len(head) == 2 and sum(s.layer == head[0] for s in sites) > 1:
-            raise ValueError(
-                f"head {tuple(head)}: layer {head[0]} has several softmax sites; expected (layer, site, head)"
-            )
-        place = (int(head[0]), int(head[1]) if len(head) == 3 else 0)
+            raise ValueError(f"head {head}: layer {head[0]} has several softmax sites; expected (layer, site, head)")
+        place = (head[0], head[1] if len(head) == 3 else 0)
         site = by_place.get(place)
         if site is None:
             layers = sorted({s.layer for s in sites})
             raise ValueError(
-                f"head {tuple(head)}: layer {place[0]} has no softmax site {place[1]}; "
-                f"layers with softmax heads: {layers}"
+                f"head {head}: layer {place[0]} has no softmax site {place[1]}; layers with softmax heads: {layers}"
             )
-        if not 0 <= int(head[-1]) < site.heads:
-            raise ValueError(f"head {tuple(head)}: layer {place[0]} has heads 0..{site.heads - 1}")
-        wanted.setdefault(site, set()).add(int(head[-1]))
-    if not wanted:
-        raise ValueError("heads: an empty list; None means all heads")
+        if not 0 <= head[-1] < site.heads:
+            raise ValueError(f"head {head}: layer {place[0]} has heads 0..{site.heads - 1}")
+        wanted.setdefault(site, set()).add(head[-1])
     return [(site, sorted(wanted[site])) for site in sites if site in wanted]
 
 

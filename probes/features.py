@@ -20,6 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..hooks.checkpoint import atomic_file, read_json, write_json
+from .arguments import at_least_one
 from .needles import Needles
 
 Where = Literal["pre", "mid", "post", "delta"]
@@ -55,10 +56,11 @@ def extract(
 ) -> np.ndarray | Features:
     """Features [places,N,D] in fp32 at one column per sample; with a `folder` on disk, going on where it stands.
 
-    Raises ValueError for activations that are NaN or infinite (naming the first layer), and for a folder that holds
-    the features of another model, of other prompts or places.
+    Raises ValueError for activations that are NaN or infinite (naming the first layer), a position that is no column
+    of every prompt, and for a folder that holds the features of another model, of other prompts or places.
     """
-    columns = needles.query_row if isinstance(position, str) else position
+    at_least_one(batch=batch)
+    columns = _columns(needles, position)
     if folder is None:
         out: np.ndarray | None = None
         for start, rows in _batches(model, needles, places, removed, columns, batch, 0):
@@ -90,6 +92,21 @@ def extract(
         for handle in handles:
             os.close(handle)
     return Features(files)
+
+
+def _columns(needles: Needles, position: Tensor | str) -> Tensor:
+    """The column of each sample, [N]."""
+    if isinstance(position, str):
+        if position != "query":
+            raise ValueError(f'position={position!r}: expected "query" or a column for each prompt, [{len(needles)}]')
+        return needles.query_row
+    columns = torch.as_tensor(position)
+    if columns.shape != (len(needles),) or columns.is_floating_point():
+        raise ValueError(
+            f'position: {columns.dtype} of shape {tuple(columns.shape)}; expected "query" or a column for each '
+            f"prompt, [{len(needles)}]"
+        )
+    return columns
 
 
 def _batches(

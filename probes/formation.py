@@ -16,7 +16,7 @@ KEY = ["layer", "site", "head"]
 
 def formation_step(
     table: pd.DataFrame,
-    thresholds: Sequence[float] = THRESHOLDS,
+    thresholds: Sequence[float] | float = THRESHOLDS,
     *,
     measure: str = "mass",
     bootstrap: int = 1000,
@@ -38,7 +38,7 @@ def formation_step(
     >>> hs.formation_step(hs.track(ladder, needles, samples=True))
     """
     steps, tokens, curves = _curves(table, measure)
-    thresholds = [float(t) for t in thresholds]
+    thresholds = [float(t) for t in np.atleast_1d(np.asarray(thresholds))]
     if not thresholds or any(not np.isfinite(t) for t in thresholds):
         raise ValueError(f"thresholds={thresholds}: expected numbers")
     n = curves.shape[2]

@@ -61,6 +61,12 @@ class TokenLanguage:
         out = np.zeros((n, length), dtype=np.int64)
         now = rng.integers(self.first_filler, self.vocab_size, n)
         turns = rng.integers(0, self.branching, (length, n))
+        if n == 1:  # a long text: plain numbers, where arrays of one would cost 20 times the time
+            at, ways, grammar = int(now[0]), turns[:, 0].tolist(), self.grammar.tolist()
+            for t in range(1, length):
+                out[0, t] = at
+                at = grammar[at - self.first_filler][ways[t]]
+            return out
         for t in range(1, length):
             out[:, t] = now
             now = self.grammar[now - self.first_filler, turns[t]]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
+from .arguments import check_documents
 from .finite import finite_hidden
 from .intervals import interval, resample
 from .perplexity import bucket_edges
@@ -72,8 +73,7 @@ def gradient_influence(
 
     if target not in TARGETS:
         raise ValueError(f"target={target!r}: expected one of {', '.join(TARGETS)}")
-    if tokens.ndim != 2 or tokens.shape[0] < 1:
-        raise ValueError(f"tokens: shape {tuple(tokens.shape)}; expected documents [B,T]")
+    check_documents(tokens)
     columns = _rows(rows, target, tokens.shape[1])
     furthest = max(columns) + 1
     edges = None if bins is None else bucket_edges(bins, furthest, "bins")
@@ -136,9 +136,9 @@ def _rows(rows: Sequence[int] | None, target: str, length: int) -> list[int]:
         if length < PUBLISHED_ROWS:
             raise ValueError(f"tokens: {length} long; {target} averages over the last {PUBLISHED_ROWS} rows: name rows")
         return list(range(length - PUBLISHED_ROWS, length))
+    if isinstance(rows, int | str) or not len(rows):
+        raise ValueError(f"rows={rows!r}: expected a list of columns, and none is given")
     columns = [int(t) + length if t < 0 else int(t) for t in rows]
-    if not columns:
-        raise ValueError("rows: none given")
     for given, column in zip(rows, columns, strict=True):
         if not 0 <= column < length:
             raise ValueError(f"rows: {given} does not fit {length} tokens")

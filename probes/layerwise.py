@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import pandas as pd
@@ -17,11 +17,13 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedGroupKFold
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
+from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 from tqdm import tqdm
 
 from ..hooks.sites import Site
 from . import solver as batched
+from .arguments import at_least_one, check_prompts
 from .features import Features, Where, extract
 from .needles import Needles, answered
 from .probe_gains import Draws, contrasts
@@ -49,9 +51,10 @@ class LayerwiseProbe(ClassifierMixin, BaseEstimator):
         self.solver = solver
 
     def fit(self, X: np.ndarray, y: np.ndarray) -> LayerwiseProbe:
-        """Fit every layer. Raises ValueError for NaN features (naming the first layer), fewer than two classes, or
-        fewer samples than classes."""
+        """Fit every layer. Raises ValueError for NaN features (naming the first layer), fewer than two classes,
+        fewer samples than classes, or a penalty that is none."""
         X, y = self._check(X, y)
+        _check_penalty(self.C)
         classes, index = np.unique(y, return_inverse=True)
         if len(classes) < 2:
             raise ValueError("y: a probe needs at least two classes")
@@ -68,7 +71,11 @@ class LayerwiseProbe(ClassifierMixin, BaseEstimator):
         return self
 
     def predict(self, X: np.ndarray) -> np.ndarray:
-        """Predicted classes, [L,n]."""
+        """Predicted classes, [L,n]. Raises ValueError for features that are not those of the layers fitted."""
+        check_is_fitted(self, "estimators_")
+        X = np.asarray(X)
+        if X.ndim != 3 or len(X) != len(self.estimators_):
+            raise ValueError(f"X: shape {X.shape}; expected [{len(self.estimators_)}, samples, features]")
         return np.stack([e.predict(x) for e, x in zip(self.estimators_, X, strict=True)])
 
     def score_layers(self, X: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -78,7 +85,8 @@ class LayerwiseProbe(ClassifierMixin, BaseEstimator):
 
     def score(self, X: np.ndarray, y: np.ndarray, sample_weight: np.ndarray | None = None) -> float:
         """Accuracy of the best layer, as scikit-learn's tools expect one number."""
-        hits = self.predict(X) == np.asarray(y)
+        X, y = self._check(X, y)
+        hits = self.predict(X) == y
         return float(np.average(hits, axis=1, weights=sample_weight).max())
 
     def _estimator(self, fits: batched.Fits, place: int, n: int) -> Pipeline:
@@ -97,7 +105,9 @@ class LayerwiseProbe(ClassifierMixin, BaseEstimator):
     @staticmethod
     def _check(X: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         X, y = np.asarray(X), np.asarray(y)
-        if X.ndim != 3 or X.shape[1] != len(y):
+        if y.ndim != 1 or (y.dtype.kind == "f" and not np.isfinite(y).all()):
+            raise ValueError(f"y: shape {y.shape}, {y.dtype}; expected one class for each sample, none of them NaN")
+        if X.ndim != 3 or X.shape[1] != len(y) or not X.size:
             raise ValueError(f"X: shape {X.shape}; expected [layers, {len(y)}, features] for y of length {len(y)}")
         bad = ~np.isfinite(X).all((1, 2))
         if bad.any():
@@ -135,8 +145,9 @@ def probe_layers(
     of them and a run that was killed goes on where it stood; called again (other target, seeds, C) it reads them.
     `only_answered`: leave out prompts that the model answers wrong.
 
-    Raises ValueError for fewer than 5 samples in a class, fewer than 5 groups, no answered prompt, or NaN activations
-    (naming the first layer). Protocol: arXiv 2606.15378; scikit-learn's LogisticRegression, C = 0.1.
+    Raises ValueError for fewer than 5 samples in a class, fewer than 5 groups, no answered prompt, unknown features or
+    controls, or NaN activations (naming the first layer). Protocol: arXiv 2606.15378; scikit-learn's
+    LogisticRegression, C = 0.1.
 
     >>> hs.probe_layers(model, needles).query("control == 'none' and where == 'post'")
     """
@@ -233,8 +244,14 @@ def measure(
     only_answered: bool = False,
 ) -> Measured:
     """The probe behind `probe_layers` and `probe_gains`, for both tables of one run."""
+    check_prompts(needles)
     if target not in ("value", "depth"):
         raise ValueError(f'target={target!r}: expected "value" or "depth"')
+    for name, given, known in (("where", where, get_args(Where)), ("controls", controls, get_args(Control))):
+        if isinstance(given, str) or set(given) - set(known) or (name == "where" and not given):
+            raise ValueError(f"{name}={given!r}: expected a list of {', '.join(map(repr, known))}")
+    at_least_one(seeds=seeds, batch=batch)
+    _check_penalty(C)
     _checked(solver)
     if only_answered:
         kept = answered(model, needles, batch)
@@ -313,6 +330,11 @@ def _checked(solver: str) -> str:
     if solver not in ("auto", "torch", "sklearn"):
         raise ValueError(f'solver={solver!r}: expected "auto", "torch" or "sklearn"')
     return "torch" if solver == "auto" else solver
+
+
+def _check_penalty(C: int | float) -> None:
+    if not C > 0:
+        raise ValueError(f"C={C}: expected a number above 0, the inverse of the penalty")
 
 
 def mixers_of(sites: Sequence[Site]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..hooks.instrumented import LOSS_ELEMENTS
+from .arguments import at_least_one, check_documents
 from .finite import finite_hidden
 from .layerwise import mixers_of
 
@@ -51,8 +52,14 @@ def logit_lens(
         raise ValueError(f'where={where!r}: expected "pre", "mid" or "post"')
     if not 1 <= top <= model.vocab_size:
         raise ValueError(f"top={top}: expected 1 to {model.vocab_size}, the size of the vocabulary")
+    check_documents(tokens)
+    at_least_one(batch=batch)
     columns = _columns(rows, tokens, attention_mask)
     wanted = _targets(target, tokens, columns)
+    if wanted is not None and not bool(((wanted >= 0) & (wanted < model.vocab_size)).all()):
+        raise ValueError(
+            f"target: ids {int(wanted.min())}..{int(wanted.max())} outside the vocabulary 0..{model.vocab_size - 1}"
+        )
     device = next(model.parameters()).device
     frames = []
     starts = range(0, len(tokens), batch)
@@ -128,7 +135,10 @@ def _columns(rows: Any, tokens: Tensor, mask: Tensor | None) -> Tensor:
             raise ValueError(f'rows={rows!r}: expected "last", a list of columns, or [N,P]')
         last = torch.full((N,), T - 1) if mask is None else (torch.arange(T) * mask.bool().cpu()).amax(1)
         return last[:, None]
-    columns = torch.as_tensor(rows, dtype=torch.int64).cpu()
+    columns = torch.as_tensor(rows).cpu()
+    if columns.is_floating_point() and columns.numel():
+        raise ValueError(f"rows of {columns.dtype}; expected whole numbers")
+    columns = columns.long()
     columns = columns[None] if columns.ndim == 1 else columns
     if columns.ndim != 2 or columns.shape[0] not in (1, N) or not columns.numel():
         raise ValueError(f"rows of shape {tuple(columns.shape)}; expected one list, or one for each of {N} samples")

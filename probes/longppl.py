@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from .arguments import at_least_one, check_documents
 from .finite import finite_loss
 from .intervals import mean_interval
 from .perplexity import context_losses
@@ -87,6 +88,8 @@ def long_perplexity(
     """
     import pandas as pd
 
+    check_documents(tokens, least=2)
+    at_least_one(batch_size=batch_size)
     if not isinstance(evaluator, KeyTokens):
         evaluator = key_tokens(evaluator, tokens, name=name, context=context)
     keys = evaluator.keys

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .arguments import at_least_one, check_prompts
 from .finite import finite_hidden
 from .haystacks import TokenLanguage, columns, encode, text_haystack
 from .published import LONGEST, Compat, check_compat, occurrences, read_row, spellings
@@ -89,7 +90,8 @@ class Needles:
         return dataclasses.replace(self, **moved, attention_mask=mask)
 
     def batches(self, size: int) -> Iterator[Needles]:
-        """Consecutive subsets of at most `size` samples."""
+        """Consecutive subsets of at most `size` samples. ValueError for a size below 1."""
+        at_least_one(batch=size)
         return (self[start : start + size] for start in range(0, len(self), size))
 
     @property
@@ -172,8 +174,16 @@ def make_needles(
     return made
 
 
+def _taken(samples: list[dict[str, Any]], name: str) -> Tensor:
+    """One array of each sample as [N,T], taken out of the samples one by one: many long prompts lie in memory once."""
+    out = torch.empty(len(samples), len(samples[0][name]), dtype=torch.int64)
+    for row, sample in zip(out, samples, strict=True):
+        row.copy_(torch.as_tensor(sample.pop(name)))
+    return out
+
+
 def _stack(samples: list[dict[str, Any]], drawn: np.ndarray, bins: int, classes: int) -> Needles:
-    tokens = torch.tensor(np.array([s["tokens"] for s in samples]))
+    tokens = _taken(samples, "tokens")
     N, T = tokens.shape
     A = max(len(s["answer"]) for s in samples)
     rows, answers = torch.full((N, A), -1), torch.full((N, A), -1)
@@ -194,7 +204,7 @@ def _stack(samples: list[dict[str, Any]], drawn: np.ndarray, bins: int, classes:
         labels={"value": torch.tensor(drawn), "depth": torch.tensor(depth_bin)},
         group=torch.tensor([number[key] for key in keys]),
         depth=torch.tensor(depths),
-        removed=torch.tensor(np.array([s["removed"] for s in samples])),
+        removed=_taken(samples, "removed"),
         classes={"value": classes, "depth": bins},
     )
 
@@ -289,7 +299,8 @@ def _read_published(row: Mapping[str, Any], tokenizer: Any) -> Row | str:
 @torch.no_grad()
 def score_answers(model: Any, needles: Needles, batch: int = 32) -> tuple[Tensor, Tensor]:
     """Teacher-forced, from one pass: which samples the model answers (see `answered`), bool [N], and each sample's mean
-    loss on its answer tokens, nats a token, fp64 [N]."""
+    loss on its answer tokens, nats a token, fp64 [N]. ValueError where there is no sample."""
+    check_prompts(needles)
     correct, losses = [], []
     for part in needles.batches(batch):
         part = part.to(next(model.parameters()).device)
@@ -311,5 +322,5 @@ def answered(model: Any, needles: Needles, batch: int = 32) -> Tensor:
 
 
 def needle_accuracy(model: Any, needles: Needles, batch: int = 32) -> float:
-    """Share of samples whose whole answer the model gives; see `answered`."""
+    """Share of samples whose whole answer the model gives; see `answered`. ValueError where there is no sample."""
     return answered(model, needles, batch).float().mean().item()

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from ..hooks.caps import Edit, refuse_opaque
 from ..hooks.sites import Site
+from .arguments import at_least_one, check_prompts, head_tuples
 from .finite import finite_hidden
 from .intervals import interval, resample
 from .needles import Needles
@@ -68,6 +69,10 @@ def patch_heads(
         raise ValueError(f'by={by!r}: expected "head" or "site"')
     if isinstance(directions, str) or not directions or set(directions) - {"denoise", "noise"}:
         raise ValueError(f'directions={directions!r}: expected a list of "denoise", "noise" or both')
+    if not isinstance(clean, Needles):
+        raise ValueError(f"clean: {type(clean).__name__}; expected Needles, whose answers say what is to be recovered")
+    check_prompts(clean)
+    at_least_one(batch=batch)
     pair = _pair(clean, corrupt, metric)
     places = _places(model, heads, by)
     groups = _groups(clean, rows)
@@ -214,9 +219,9 @@ def _places(model: Any, heads: Sequence[tuple[int, ...]] | None, by: str) -> lis
     if heads is None:
         found = [(site, n) for site in model.sites if not site.opaque for n in range(site.heads)]
     else:
-        found = [model.sites.head(tuple(head)) for head in heads]
+        found = [model.sites.head(head) for head in head_tuples(heads)]
     if not found:
-        raise ValueError("patch_heads: no heads to patch")
+        raise ValueError("patch_heads: this model has no heads that are reached")
     for site, _ in found:
         refuse_opaque(site, "patch_heads")
     return list(dict.fromkeys((site, None if by == "site" else n) for site, n in found))
@@ -247,6 +252,8 @@ def _groups(needles: Needles, rows: Any) -> dict[str, Tensor]:
     groups = {}
     for name, given in rows.items():
         given = torch.as_tensor(given).cpu()
+        if given.dtype != torch.bool and bool((given >= T).any()):
+            raise ValueError(f"rows: {name!r} has column {int(given.max())}; the prompts have {T} tokens")
         mask = given if given.dtype == torch.bool else _marked(given, T)
         if mask.shape != (N, T):
             raise ValueError(f"rows: {name!r} has shape {tuple(given.shape)}; expected columns [N,R] or a mask [N,T]")

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..hooks.instrumented import Instrumented
+from .arguments import at_least_one, check_documents
 from .finite import finite_hidden, finite_loss
 from .intervals import mean_interval
 
@@ -50,7 +51,8 @@ def perplexity(
     """
     import pandas as pd
 
-    _at_least_two(tokens)
+    check_documents(tokens, least=2)
+    at_least_one(batch_size=batch_size)
     edges = torch.tensor(bucket_edges(buckets, tokens.shape[1] - 1, "buckets"))
     if attention_mask is not None and attention_mask.shape != tokens.shape:
         raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {tuple(tokens.shape)}")
@@ -124,10 +126,8 @@ def context_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows [R] and their losses [B,R] with all context and with the last `context` tokens alone; see
     `long_context_gain`."""
-    for name, value in (("context", context), ("stride", stride)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: expected >= 1")
-    _at_least_two(tokens)
+    at_least_one(context=context, stride=stride, batch_size=batch_size)
+    check_documents(tokens, least=2)
     length, needed = tokens.shape[1], context + 2
     if length < needed:
         raise ValueError(f"tokens: {length} long; to compare with a context of {context} they must be >= {needed}")
@@ -182,8 +182,3 @@ def bucket_edges(buckets: int | Sequence[int] | None, length: int, name: str) ->
     if edges[0] >= length:
         raise ValueError(f"{name}={edges}: they start past the last position, {length - 1}")
     return edges
-
-
-def _at_least_two(tokens: Tensor) -> None:
-    if tokens.ndim != 2 or tokens.shape[1] < 2 or tokens.shape[0] < 1:
-        raise ValueError(f"tokens: shape {tuple(tokens.shape)}; expected documents [B,T] with T >= 2")

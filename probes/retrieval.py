@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from ..hooks.record import Stats
 from ..hooks.sites import Site
+from .arguments import at_least_one, check_prompts
 from .finite import finite_hidden
 from .intervals import interval, rank_interval, resample
 from .needles import Needles, answered
@@ -64,6 +65,8 @@ def retrieval_heads(
 
     >>> hs.retrieval_heads(model, needles).head(10)
     """
+    check_prompts(needles)
+    at_least_one(bootstrap=bootstrap, batch=batch)
     _check(needles, score, rows, generate, compat, null_query)
     sites = ranked_sites(model, compat is None if full_only is None else full_only)
     where = None
@@ -255,8 +258,6 @@ def _real_position(needles: Needles, columns: Tensor) -> Tensor:
 
 def _table(sites: Sequence[Site], scores: np.ndarray, bootstrap: int, seed: int) -> pd.DataFrame:
     """One row per head, from the scores [N, heads of all sites]."""
-    if bootstrap < 1:
-        raise ValueError(f"bootstrap={bootstrap}: expected >= 1 draws")
     drawn = resample(len(scores), bootstrap, np.random.default_rng(seed)) @ scores / len(scores)
     (low, high), (best, worst) = interval(drawn), rank_interval(drawn.round(12))  # rounded: ties stay ties
     places = [(s.layer, s.index, h, s.kind) for s in sites for h in range(s.heads)]

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ..hooks.ladder import Ladder
 from ..hooks.ladder import ladder as open_ladder
+from .arguments import at_least_one, check_prompts, head_tuples
 from .needles import Needles, answered
 from .published import Compat, check_compat
 from .retrieval import head_scores, published_prompts, ranked_sites, retrieval_heads
@@ -99,8 +100,18 @@ class Plan:
     def of(cls, ladder: Ladder, needles: Needles, heads: Heads = None, **how: Any) -> Plan:
         """See `track`."""
         check_compat(how.get("compat"))
+        check_prompts(needles)
+        plan = cls("each", needles, needles, **how)
+        at_least_one(top=plan.top, last_rows=plan.last_rows, batch=plan.batch)
+        mask = needles.attention_mask
+        shortest = needles.tokens.shape[1] if mask is None else int(mask.sum(1).min())
+        if plan.last_rows > shortest:
+            raise ValueError(f"last_rows={plan.last_rows}: the shortest prompt has {shortest} tokens")
+        if isinstance(heads, str) and heads not in ("all", "each"):
+            raise ValueError(f'heads={heads!r}: expected (layer, head) tuples, "all", "each" or None')
         if heads is not None and heads != "each":
-            return cls(heads, needles, needles, **how)
+            plan.heads = "all" if isinstance(heads, str) else head_tuples(heads)
+            return plan
         if len(needles) < 2:
             raise ValueError("track: choosing heads and measuring them takes at least 2 prompts")
         half = len(needles) // 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..report import keep, number, place, show, split
 from .options import Haystack, Names, Source, load_source, needles_of
@@ -16,8 +16,10 @@ def probe(
     target: Literal["value", "depth"] = "value",
     haystack: Haystack | None = None,
     values: int | None = None,
+    where: Names = ("pre", "mid", "post"),
     seeds: int = 5,
     seed: int = 0,
+    batch: int = 32,
     solver: Literal["auto", "torch", "sklearn"] = "auto",
     features_dir: Path | None = None,
     out: Path | None = None,
@@ -31,8 +33,11 @@ def probe(
         target: Read which value the needle holds, or which depth bin it lies in.
         haystack: essay and repeat need a tokenizer; by default what suits the model.
         values: Candidate values (8 for English; the token language brings its own).
+        where: Features: the residual stream before the mixer (pre), after it (mid), after the MLP (post), or what the
+            mixer adds (delta).
         seeds: Random splits.
         seed: Seed of the prompts.
+        batch: Prompts side by side.
         solver: torch fits all layers at once; sklearn one by one, the reference.
         features_dir: Folder to stream features to; a run that was killed goes on from it.
         out: Table to write; the figure goes beside it.
@@ -44,10 +49,15 @@ def probe(
     model = load_source(source)
     values = values if values or model.tokenizer is None else 8
     needles = needles_of(model, source, n, length, haystack, values, seed)
-    measured = measure(model, needles, target, seeds=seeds, solver=solver, features_dir=features_dir)
+    places: Any = split(where)
+    measured = measure(
+        model, needles, target, where=places, seeds=seeds, batch=batch, solver=solver, features_dir=features_dir
+    )
     table = measured.table()
     columns = ["layer", "kind", "mixer", "accuracy", "low", "high", "gain", "gain_low", "gain_high", "chance"]
-    show(table.query("control == 'none' and where == 'mid'")[columns])
+    shown = "mid" if "mid" in places else places[-1]
+    real: Any = table[(table["control"] == "none") & (table["where"] == shown)]
+    show(real[columns].dropna(axis=1, how="all"))
     try:
         show(measured.gains())
     except ValueError as error:
@@ -119,10 +129,14 @@ def heads(
     length: int | None = None,
     score: Literal["copy", "mass", "qr"] = "copy",
     compat: Literal["qiao2026"] | None = None,
+    rows: Literal["answer", "published"] = "answer",
+    generate: bool = False,
+    all_prompts: bool = False,
     k: int = 10,
     draws: int = 5,
     haystack: Haystack | None = None,
     seed: int = 0,
+    batch: int = 16,
     out: Path | None = None,
 ) -> None:
     """Find retrieval heads, then check them: needle accuracy without the top k against k random heads.
@@ -136,10 +150,14 @@ def heads(
         score: copy (most attended key is the token being emitted), mass (attention on the value), or qr (attention
             on the needle from the question, less that from a question that asks nothing).
         compat: With --score mass: as the published script scores.
+        rows: With --score mass: from the rows of the answer, or as published from the row before the prompt's last.
+        generate: Score the answer that greedy decoding gives, instead of the right one.
+        all_prompts: Average over prompts that the model does not answer too.
         k: Heads to ablate.
         draws: Draws of random heads.
         haystack: essay and repeat need a tokenizer; by default what suits the model.
         seed: Seed of the prompts.
+        batch: Prompts side by side.
         out: Table to write; the figure goes beside it.
     """
     from ... import figures
@@ -152,16 +170,23 @@ def heads(
     model = load_source(source)
     find = needles_of(model, source, n, length, haystack, None, seed, far=True)
     check = needles_of(model, source, n, length, haystack, None, seed + 1, far=True)
-    right = answered(model, find)
+    right = answered(model, find, batch)
     print(f"answers {int(right.sum())} of {len(find)} needle prompts of {find.tokens.shape[1]} tokens")
-    table = retrieval_heads(model, find, score, compat=compat)
+    if not (all_prompts or compat or bool(right.any())):
+        raise ValueError(f"the model answers none of the {len(find)} prompts; --all-prompts scores them all the same")
+    table = retrieval_heads(
+        model, find, score, rows=rows, generate=generate, only_answered=not all_prompts, compat=compat, batch=batch
+    )
     show(table.head(k))
-    settings = {"n": n, "score": score, "compat": compat, "seed": seed}
+    settings = {
+        "n": n, "score": score, "compat": compat, "seed": seed, "rows": rows, "generate": generate,
+        "all_prompts": all_prompts,
+    }  # fmt: skip
     if k > len(table) // 2:
         k = len(table) // 2
         print(f"the model has {len(table)} such heads: comparing {k} with {k} others")
     if k:
-        effect = causal_check(model, check, table, k=k, draws=draws, seed=seed)
+        effect = causal_check(model, check, table, k=k, draws=draws, seed=seed, batch=batch)
         show(effect.groupby(["ablated", "k"], sort=False, as_index=False)["accuracy"].agg(["mean", "min", "max"]))
         gap = effect[effect["ablated"] == "top"].iloc[0]
         print("effect, top over random: {effect:.3g} [{effect_low:.3g}, {effect_high:.3g}]".format(**gap))
@@ -180,6 +205,7 @@ def track(
     activations: bool = False,
     haystack: Haystack | None = None,
     seed: int = 0,
+    batch: int = 16,
     out: Path | None = None,
 ) -> None:
     """Follow the final step's top heads through a ladder: entropy, needle mass, copy score, Q/K drift, and the step at
@@ -198,6 +224,7 @@ def track(
         activations: Also compare queries, keys and scores on 16 of the prompts with the reference step's.
         haystack: essay and repeat need a tokenizer; by default what suits the model.
         seed: Seed of the prompts.
+        batch: Prompts side by side.
         out: Table to write; the figure and the tables of drift, formation and single prompts go beside it.
     """
     from ... import figures
@@ -212,14 +239,16 @@ def track(
     final = steps.final
     needles = needles_of(final.load(), final.path, n, length, haystack, None, seed, far=True)
     file = place("track", source, out)
-    table = track_to(file, steps, needles, None if heads == "final" else heads, top=top, compat=compat)
+    table = track_to(file, steps, needles, None if heads == "final" else heads, top=top, compat=compat, batch=batch)
     followed = [tuple(map(int, h)) for h in table[["layer", "site", "head"]].drop_duplicates().to_numpy()]
-    drift = qk_drift(steps, heads=followed, reference=reference)
+    there = set(table["step"])  # a step that was left out above has nothing to compare here either
+    measured = [checkpoint for step, checkpoint in steps if step in there]
+    drift = qk_drift(measured, heads=followed, reference=reference)
     facts = provenance("drift", source, reference=reference)
     save_table(drift, file.with_name(file.stem + "-drift.parquet"), facts)
     show(table.groupby("step", as_index=False)[["mass", "entropy", "copy", "accuracy"]].mean())
     if activations:
-        moved = activation_drift(steps, needles.tokens[:16], followed, reference)
+        moved = activation_drift(measured, needles.tokens[:16], followed, reference)
         facts = provenance("activation-drift", source, reference=reference, n=16, seed=seed)
         save_table(moved, file.with_name(file.stem + "-activations.parquet"), facts)
         show(moved.groupby("step", as_index=False)[["q_rel", "k_rel", "score_rel", "attention_tv"]].mean())

@@ -24,6 +24,13 @@ def load_source(source: str) -> Any:
     return model.to("cuda") if torch.cuda.is_available() else model
 
 
+def at_least_one(**counts: int | None) -> None:
+    """ValueError for the first of these options that is below 1; those that were not given are None."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"--{name} {count}: expected >= 1")
+
+
 def needles_of(
     model: Any,
     source: str | Path,
@@ -37,6 +44,7 @@ def needles_of(
     """Needles for a model; `far`: none within reach of its window layers."""
     from ..sources import needles_for
 
+    at_least_one(n=n, length=length, values=values)
     distractors = 0 if model.tokenizer is not None else 3
     beyond = max((s.window for s in model.sites if s.window), default=0) if far else 0
     return needles_for(

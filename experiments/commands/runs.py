@@ -83,7 +83,7 @@ def cost(
     """Cache bytes by formula and as measured, prefill and decode speed, beside an all-full model of the same widths.
 
     Args:
-        source: A TOML file, the name of a config that comes with hybridscope, or a checkpoint folder.
+        source: A TOML file, the name of a config that comes with hybridscope, or a checkpoint: folder, hub id, smollm2.
         length: Tokens of context; by default 1024,4096,16384, as far as the model goes.
         batch: Sequences side by side.
         measure: Run both models as well; without it the formulas alone.
@@ -96,7 +96,7 @@ def cost(
     from ..config import load_config
 
     file = place("cost", str(Path(source).with_suffix("")), out)
-    if Path(source).is_dir():
+    if Path(source).is_dir() or source == "smollm2" or ("/" in source and not source.endswith(".toml")):
         if set_:
             raise ValueError(f"--set {set_[0]}: {source} is a checkpoint, not a config")
         what: Any = load_source(source)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..report import keep, place, show
-from .options import Source, Table, load_source
+from .options import Source, Table, at_least_one, load_source
 
 
 def influence(
@@ -34,6 +34,7 @@ def influence(
     from ..sources import documents_for
 
     file = place("influence", source, out)
+    at_least_one(n=n, length=length)
     model = load_source(source)
     documents = documents_for(model, source, n, length=length, seed=seed)
     table = gradient_influence(model, documents, target=target, bins=bins or None, seed=seed)
@@ -70,8 +71,11 @@ def perplexity(
     from ..tables import provenance, save_table
 
     file = place("perplexity", source, out)
+    at_least_one(n=n, length=length, context=context)
     model = load_source(source)
     documents = documents_for(model, source, n, length=length, seed=seed)
+    if context is not None and documents.shape[1] < context + 2:
+        raise ValueError(f"--context {context}: documents of {documents.shape[1]} tokens are too short to compare with")
     context = context or min(256, max(1, documents.shape[1] // 2))
     judged = None
     if evaluator is not None:

@@ -161,6 +161,21 @@ def test_probe(here, capsys):
     assert Path("runs/probe/tiny-ladder-step-000006.parquet").is_file()
 
 
+def test_probe_of_what_the_mixers_add_alone(here, capsys):
+    out = run(
+        capsys, "probe", "planted/step-000020", "--n", "80", "--seeds", "1", "--where", "delta,mid", "--batch", "16"
+    )
+    assert written(out, "probe")["where"].unique().tolist() == ["delta", "mid"]
+
+
+def test_heads_by_decoding_and_from_the_published_row(here, capsys):
+    source = "planted/step-000020"
+    decoded = written(run(capsys, "heads", source, "--n", "8", "--generate", "--k", "1"), "heads")
+    assert decoded["score"].iloc[0] == 1
+    early = run(capsys, "heads", source, "--n", "8", "--score", "mass", "--rows", "published", "--k", "0")
+    assert written(early, "heads")["score"].max() < 0.1
+
+
 def test_cap_by_kind_and_by_layer(here, capsys):
     source = "planted/step-000020"
     table = written(
@@ -411,8 +426,24 @@ def test_a_ladder_with_a_broken_step_is_tracked_without_it(broken, capsys):
     assert written(capsys.readouterr().out, "track")["step"].unique().tolist() == [20]
 
 
+def test_a_step_whose_queries_are_no_numbers_is_left_out_of_the_drift_too(broken, capsys):
+    file = broken / "step-000010/model.safetensors"
+    weights = load_file(file)
+    weights["blocks.1.attn.q_proj.weight"][0, 0] = torch.nan
+    save_file(weights, file)
+    with pytest.warns(UserWarning, match="step 10 left out"):
+        cli.main(["track", "ladder", "--n", "4", "--activations"])
+    assert written(capsys.readouterr().out, "track")["step"].unique().tolist() == [0, 20]
+    for name in ("drift", "activations"):
+        assert read_table(f"runs/track/ladder-{name}.parquet")[0]["step"].unique().tolist() == [0, 20]
+
+
 def test_a_model_that_answers_nothing_has_no_retrieval_heads(broken, capsys):
-    assert "answers none of the 8 prompts" in refused(capsys, "heads", "ladder/step-000000", "--n", "8")
+    error = refused(capsys, "heads", "ladder/step-000000", "--n", "8")
+    assert "answers none of the 8 prompts; --all-prompts" in error
+    with pytest.warns(UserWarning, match="ablation has nothing to take away"):
+        cli.main(["heads", "ladder/step-000000", "--n", "8", "--all-prompts"])
+    assert set(written(capsys.readouterr().out, "heads")["n"]) == {8}
 
 
 def test_a_checkpoint_without_a_language_has_nothing_to_be_asked_in(broken, capsys):
@@ -432,6 +463,12 @@ def test_a_checkpoint_without_a_language_has_nothing_to_be_asked_in(broken, caps
         (["cap", STEP, "--rank"], "--rank: ranks layers that are capped one at a time; give --by-layer as well"),
         (["cap", STEP, "--by-layer", "--rank", "--kind", "full,window"], "--kind full,window: --rank ranks the layers"),
         (["probe", STEP, "--n", "10"], "at least 5 samples"),
+        (["probe", STEP, "--length", "0"], "--length 0: expected >= 1"),
+        (["probe", STEP, "--values", "0"], "--values 0: expected >= 1"),
+        (["influence", STEP, "--n", "0"], "--n 0: expected >= 1"),
+        (["perplexity", STEP, "--context", "0"], "--context 0: expected >= 1"),
+        (["perplexity", STEP, "--context", "47"], "--context 47: documents of 48 tokens are too short"),
+        (["cost", "some/where"], "some/where"),
         (["probe", STEP, "--out", "probe.png"], "expected a .parquet file"),
         (["plot", "none.parquet"], "none.parquet: no such table"),
         (["plot", f"{STEP}/config.json"], "not a Parquet table"),

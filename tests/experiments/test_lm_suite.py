@@ -159,6 +159,8 @@ def test_a_perfect_and_a_wrong_model(requests, tmp_path) -> None:
         (ppl,) = table.loc[table["metric"] == "ppl", "value"]
         assert (ppl == pytest.approx(1)) == (name == "right")
         assert set(table.loc[table["task"] != "average", "split"]) == {"test"}
+    with pytest.raises(ValueError, match="batch=0: expected >= 1"):
+        lm_suite.lm_suite(Knows(right), tmp_path / "c.jsonl", weights="c", requests=requests, batch=0)
 
 
 def test_acc_norm_is_per_character() -> None:

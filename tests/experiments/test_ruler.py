@@ -183,6 +183,10 @@ def test_a_prompt_that_leaves_less_room_gets_a_shorter_answer(short, tmp_path) -
         ruler.ruler(model_with(context=longest - 1), [longest - 1], tmp_path / "b.jsonl", **asked)
     with pytest.raises(ValueError, match="longer than the model's context"):
         ruler.ruler(model_with(context=8), [9], tmp_path / "b.jsonl", **asked)
+    with pytest.raises(ValueError, match="length=0: expected >= 1"):
+        ruler.ruler(model_with(), [0], tmp_path / "b.jsonl", **asked)
+    with pytest.raises(ValueError, match="batch=0: expected >= 1"):
+        ruler.ruler(model_with(), [64], tmp_path / "b.jsonl", batch=0, **asked)
 
 
 def test_foreign_lines_are_refused(tmp_path) -> None:

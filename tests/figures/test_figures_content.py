@@ -52,6 +52,15 @@ def test_probe_curve_gives_each_target_a_panel_and_needs_no_gain_column():
     assert len(figures.probe_curve(tables.probe().drop(columns=["gain", "mixer"])).axes) == 2
 
 
+def test_probe_curve_of_what_the_mixers_add_alone_has_its_markers_and_no_line():
+    table = tables.probe()
+    table = table[table["where"] == "mid"].assign(where="delta", gain=np.nan)
+    axes = figures.probe_curve(table).axes[0]
+    alone = [line for line in axes.lines if str(line.get_label()).startswith("_delta")]
+    expected = table.loc[table["control"] == "none", "accuracy"].tolist()
+    assert [float(line.get_ydata()[0]) for line in alone] == expected
+
+
 def test_cap_curves_draw_the_measured_caps_and_put_the_others_on_the_baseline():
     table = tables.caps()
     accuracy, perplexity = figures.cap_curves(table).axes

@@ -39,6 +39,17 @@ def test_each_filler_token_has_as_many_successors_as_it_branches():
     assert {len(s) for s in follows.values()} == {3}
 
 
+def test_one_text_alone_is_drawn_like_any_other():
+    rng = np.random.default_rng(3)
+    text = LANGUAGE.filler(np.random.default_rng(3), 1, 500)[0]
+    now = int(rng.integers(LANGUAGE.first_filler, LANGUAGE.vocab_size, 1)[0])
+    turns = rng.integers(0, LANGUAGE.branching, (500, 1))[:, 0]
+    assert text[0] == LANGUAGE.START
+    for t in range(1, 500):
+        assert text[t] == now
+        now = LANGUAGE.grammar[now - LANGUAGE.first_filler, turns[t]]
+
+
 def test_the_grammar_belongs_to_the_language_not_to_the_seed():
     same = TokenLanguage(vocab_size=40, keys=6, values=5, branching=3)
     assert np.array_equal(LANGUAGE.grammar, same.grammar)
