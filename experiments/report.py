@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,13 @@ RUNS = Path("runs")
 COMMAND: str | None = None  # what the command line was called with; None: from Python
 
 
-def keep(table: pd.DataFrame, name: str, source: str, file: Path, figure: Any, **settings: Any) -> None:
-    """Save a table and its figure; say where."""
+def keep(table: pd.DataFrame, name: str, source: str, file: Path, draw: Callable[[], Any], **settings: Any) -> None:
+    """Save a table, then the figure that `draw` makes of it, which may fail; say where."""
     from .. import figures
     from .tables import provenance, save_table
 
     print(save_table(table, file, provenance(name, source, **settings)))
-    print(figures.save(figure, file.with_suffix(".png")))
+    print(figures.save(draw(), file.with_suffix(".png")))
 
 
 def place(name: str, source: str, out: Path | None) -> Path:

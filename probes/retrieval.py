@@ -28,7 +28,7 @@ Score = Literal["copy", "mass", "qr"]
 def retrieval_heads(
     model: Any,
     needles: Needles,
-    score: Score = "copy",
+    score: Score | None = None,
     *,
     rows: Literal["answer", "published"] = "answer",
     only_answered: bool = True,
@@ -45,8 +45,9 @@ def retrieval_heads(
     [layer, site, head, kind, score, low, high, rank_low, rank_high, retrieval, n]: the mean over n prompts, and 95%
     intervals of score and rank over `bootstrap` draws of prompts (heads that tie share ranks).
 
-    `copy` (arXiv 2404.15574): share of answer positions at which the head's most attended key lies in the needle's
-    value and holds the very token being emitted; `retrieval` is score >= 0.1. Teacher-forced, in one forward pass;
+    `score`: None is "copy", or "mass" with `compat`. `copy` (arXiv 2404.15574): share of answer positions at which the
+    head's most attended key lies in the needle's value and holds the very token being emitted; `retrieval` is score >=
+    0.1. Teacher-forced, in one forward pass;
     `generate=True` scores the tokens that greedy decoding emits instead. `mass` (arXiv 2606.15378): attention on the
     value from the answer rows, or (`rows="published"`) from the row before the prompt's last. `qr` (QRHead, arXiv
     2506.09944): attention on the needle, averaged over the question's rows, minus the same under a question that asks
@@ -67,6 +68,7 @@ def retrieval_heads(
     """
     check_prompts(needles)
     at_least_one(bootstrap=bootstrap, batch=batch)
+    score = score or ("mass" if compat else "copy")
     _check(needles, score, rows, generate, compat, null_query)
     sites = ranked_sites(model, compat is None if full_only is None else full_only)
     where = None

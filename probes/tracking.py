@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from ..hooks.ladder import Ladder
 from ..hooks.ladder import ladder as open_ladder
 from .arguments import at_least_one, check_prompts, head_tuples
+from .drift import checkpoints_of
 from .needles import Needles, answered
 from .published import Compat, check_compat
 from .retrieval import head_scores, published_prompts, ranked_sites, retrieval_heads
@@ -27,7 +28,7 @@ PUBLISHED_SAMPLES = 500  # that the script of arXiv 2606.15378 takes entropies o
 
 
 def track(
-    ladder: Ladder | str | Path,
+    ladder: Ladder | str | Path | Iterable[Any],
     needles: Needles,
     heads: Heads = None,
     *,
@@ -37,7 +38,7 @@ def track(
     compat: Compat | None = None,
     batch: int = 16,
 ) -> pd.DataFrame:
-    """Follow heads through training.
+    """Follow heads through training: over a Ladder, its path, or a list of Checkpoints.
 
     [step, tokens, layer, site, head, kind, entropy, entropy_norm, mass, copy, accuracy]. `heads`: (layer, head) or
     (layer, site, head) tuples; "all" full-attention heads; None: the `top` heads by needle mass at the final step,
@@ -56,7 +57,10 @@ def track(
 
     >>> table = hs.track(hs.ladder("runs/demo/ladder"), needles)
     """
-    ladder = open_ladder(ladder) if isinstance(ladder, str | Path) else ladder
+    if isinstance(ladder, str | Path):
+        ladder = open_ladder(ladder)
+    elif not isinstance(ladder, Ladder):
+        ladder = Ladder("the checkpoints given", checkpoints_of(ladder), {}, {})
     plan = Plan.of(ladder, needles, heads, top=top, last_rows=last_rows, compat=compat, batch=batch)
     frames = []
     for step, checkpoint in tqdm(ladder, desc="track", disable=len(ladder) < 3):

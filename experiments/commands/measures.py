@@ -62,7 +62,7 @@ def probe(
         show(measured.gains())
     except ValueError as error:
         print(f"gains by part of the model: {error}")
-    keep(table, "probe", source, file, figures.probe_curve(table), n=n, target=target, seed=seed, seeds=seeds)
+    keep(table, "probe", source, file, lambda: figures.probe_curve(table), n=n, target=target, seed=seed, seeds=seeds)
 
 
 def cap(
@@ -112,22 +112,22 @@ def cap(
     if rank:
         table = layer_importance(model, needles, windows=windows, sinks=keep_first, kind=[*kinds, "full"][0])
         show(table)
-        return keep(table, "importance", source, file, figures.layer_importance(table), n=n, seed=seed)
+        return keep(table, "importance", source, file, lambda: figures.layer_importance(table), n=n, seed=seed)
     texts = documents_for(model, source, n, length=length, seed=seed) if tokens > min(windows) + 1 else None
     table = cap_sweep(
         model, needles, texts, kinds=kinds or None, windows=windows, sinks=keep_first, by_layer=by_layer,
         by_distance=not by_layer,
     )  # fmt: skip
     show_caps(table, file)
-    figure = figures.cap_heatmap(table) if by_layer else figures.cap_curves(table)
-    keep(table, "cap", source, file, figure, n=n, seed=seed)
+    draw = figures.cap_heatmap if by_layer else figures.cap_curves
+    keep(table, "cap", source, file, lambda: draw(table), n=n, seed=seed)
 
 
 def heads(
     source: Source,
     n: int = 64,
     length: int | None = None,
-    score: Literal["copy", "mass", "qr"] = "copy",
+    score: Literal["copy", "mass", "qr"] | None = None,
     compat: Literal["qiao2026"] | None = None,
     rows: Literal["answer", "published"] = "answer",
     generate: bool = False,
@@ -147,9 +147,9 @@ def heads(
         source: Checkpoint folder, hub id, or smollm2.
         n: Prompts to find heads on, and as many to check them on.
         length: Tokens per prompt; by default the model's context, at most 1,024.
-        score: copy (most attended key is the token being emitted), mass (attention on the value), or qr (attention
-            on the needle from the question, less that from a question that asks nothing).
-        compat: With --score mass: as the published script scores.
+        score: copy (the default: most attended key is the token being emitted), mass (attention on the value), or qr
+            (attention on the needle from the question, less that from a question that asks nothing).
+        compat: As the published script scores; --score mass is implied.
         rows: With --score mass: from the rows of the answer, or as published from the row before the prompt's last.
         generate: Score the answer that greedy decoding gives, instead of the right one.
         all_prompts: Average over prompts that the model does not answer too.
@@ -167,6 +167,7 @@ def heads(
     from ..tables import provenance, save_table
 
     file = place("heads", source, out)
+    score = score or ("mass" if compat else "copy")
     model = load_source(source)
     find = needles_of(model, source, n, length, haystack, None, seed, far=True)
     check = needles_of(model, source, n, length, haystack, None, seed + 1, far=True)
@@ -191,7 +192,7 @@ def heads(
         gap = effect[effect["ablated"] == "top"].iloc[0]
         print("effect, top over random: {effect:.3g} [{effect_low:.3g}, {effect_high:.3g}]".format(**gap))
         save_table(effect, file.with_name(f"{file.stem}-causal.parquet"), provenance("causal", source, **settings))
-    keep(table, "heads", source, file, figures.heads_map(table, label=f"{score} score"), **settings)
+    keep(table, "heads", source, file, lambda: figures.heads_map(table, label=f"{score} score"), **settings)
 
 
 def track(

@@ -106,7 +106,7 @@ def cost(
     lengths = [number("length", n) for n in split(length)] or [n for n in (1024, 4096, 16384) if n <= most] or [most]
     table = take(what, lengths, batch=batch, measure=measure)
     show(table.dropna(axis=1, how="all"))
-    keep(table, "cost", source, file, figures.cost(table), batch=batch)
+    keep(table, "cost", source, file, lambda: figures.cost(table), batch=batch)
 
 
 def plot(

@@ -40,7 +40,7 @@ def influence(
     table = gradient_influence(model, documents, target=target, bins=bins or None, seed=seed)
     if bins:
         show(table.drop(columns="target"))
-    keep(table, "influence", source, file, figures.influence(table), n=n, target=target, bins=bins, seed=seed)
+    keep(table, "influence", source, file, lambda: figures.influence(table), n=n, target=target, bins=bins, seed=seed)
 
 
 def perplexity(
@@ -92,7 +92,7 @@ def perplexity(
         show(judged)
         facts = provenance("longppl", source, n=n, seed=seed, evaluator=evaluator, context=context)
         save_table(judged, file.with_name(file.stem + "-longppl.parquet"), facts)
-    keep(table, "perplexity", source, file, figures.perplexity(table), n=n, seed=seed)
+    keep(table, "perplexity", source, file, lambda: figures.perplexity(table), n=n, seed=seed)
 
 
 def fit(

@@ -84,6 +84,11 @@ def test_depth_is_where_the_needle_stands(made):
     assert torch.equal(made.labels["depth"], (made.depth * 10).long().clamp(max=9))
 
 
+def test_one_depth_for_all():
+    one = hs.make_needles(6, 96, values=4, depth=0.5, language=LANGUAGE)
+    assert torch.allclose(one.depth, torch.tensor(0.5).double(), atol=0.02)
+
+
 def test_values_are_balanced(made):
     counts = torch.bincount(made.labels["value"], minlength=8)
     assert counts.max() - counts.min() <= 1

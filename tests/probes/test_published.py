@@ -93,7 +93,7 @@ def scores(table) -> np.ndarray:
 
 def test_mass_scores_and_the_heads_chosen_are_those_of_the_published_script(model, prompts):
     for batch in (1, 4):  # one at a time, as they are there, and padded
-        table = hs.retrieval_heads(model, prompts, "mass", compat="qiao2026", batch=batch)
+        table = hs.retrieval_heads(model, prompts, compat="qiao2026", batch=batch)
         assert scores(table) == pytest.approx(np.array(THEIRS["mass"]["layer_head_scores"]), abs=CLOSE)
         assert (table["n"] == THEIRS["mass"]["samples_used"]).all()
         assert table[["layer", "head"]].head(4).to_numpy().tolist() == THEIRS["mass"]["target_heads"]

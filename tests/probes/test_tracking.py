@@ -111,6 +111,12 @@ def test_without_heads_the_best_of_the_final_step_are_followed_back(ladder):
     assert sorted(table["step"].unique()) == [0, 10, 20]
 
 
+def test_a_list_of_checkpoints_is_a_ladder(ladder):
+    table, expected = (hs.track(x, needles(4), FOLLOWED) for x in (list(ladder.checkpoints), ladder))
+    columns = [c for c in expected if c != "tokens"]  # run.json is not there to say
+    assert table[columns].equals(expected[columns])
+
+
 def test_a_step_that_does_not_load_is_warned_about_and_left_out(ladder):
     spoil(ladder.path, 10)
     with pytest.warns(UserWarning, match=r"step 10 left out: .*embed\.weight holds NaN"):
