@@ -239,9 +239,9 @@ def test_heads_by_qr_score_and_as_published(here, capsys):
     out = run(capsys, "heads", *options, "--score", "qr")
     assert written(out, "heads")[["layer", "head"]].iloc[0].tolist() == [1, 0]
     assert "effect, top over random: 1 [1, 1]" in out
-    out = run(capsys, "heads", *options, "--score", "mass", "--compat", "qiao2026")
+    out = run(capsys, "heads", *options, "--compat", "qiao2026")
     assert (written(out, "heads")["score"] < 0.1).all()  # from the row before the question's last
-    assert 'goes with score="mass"' in refused(capsys, "heads", *options, "--compat", "qiao2026")
+    assert 'goes with score="mass"' in refused(capsys, "heads", *options, "--score", "copy", "--compat", "qiao2026")
 
 
 def test_track_says_when_heads_form(here, capsys, tmp_path):

@@ -16,4 +16,4 @@ def test_a_table_is_saved_before_its_figure_fails(tmp_path):
         keep(pd.DataFrame({"x": [1, 2]}), "probe", "runs/a", file, draw, seed=3)
     table, facts = read_table(file)
     assert table["x"].tolist() == [1, 2]
-    assert facts["seed"] == 3
+    assert facts["settings"]["seed"] == 3

@@ -341,7 +341,7 @@ def test_window_heads_are_ranked_on_request_only(model, prompts):
         ({"rows": "published"}, 'score="mass"'),
         ({"rows": "published", "score": "qr"}, 'score="mass"'),
         ({"compat": "wu2024"}, "compat='wu2024'"),
-        ({"compat": "qiao2026"}, 'goes with score="mass"'),
+        ({"compat": "qiao2026", "score": "copy"}, 'goes with score="mass"'),
         ({"null_query": [3]}, "null_query"),
         ({"score": "qr", "null_query": []}, "null_query"),
         ({"bootstrap": 0}, "bootstrap=0"),
