@@ -145,17 +145,19 @@ def try_tile(head_dim: int, tile: list[Any], lengths: list[int]) -> None:
 
     for find, distance in WANTED:
         for T in lengths:
-            q = torch.randn(1, T or 512, 16, head_dim, device="cuda", dtype=torch.bfloat16)
+            shape = (1, T or 512, 16, head_dim)  # queries that are their own keys would find the top one at once
+            q, k = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
             labels = torch.zeros(1, T or 512, dtype=torch.uint8, device="cuda")
             labels[:, 100:108] = 1
 
             chosen = launch.Tile(*tile)._replace(find=max(1, find))
 
             def f(
-                q: Any = q, labels: Any = labels, find: int = find, distance: bool = distance, chosen: Any = chosen
+                q: Any = q, k: Any = k, labels: Any = labels, find: int = find, distance: bool = distance,
+                chosen: Any = chosen,
             ) -> Any:  # fmt: skip
                 return launch.stats(
-                    q=q, k=q, rows=None, scale=head_dim**-0.5, causal=True, window=None, sinks=0, limit=None,
+                    q=q, k=k, rows=None, scale=head_dim**-0.5, causal=True, window=None, sinks=0, limit=None,
                     sink_logits=None, softcap=None, labels=labels, sets=1, q_pos=None, k_pos=None, q_seg=None,
                     k_seg=None, top1=find > 0, distance=distance, bins=0, tile=chosen, splits=1,
                 )  # fmt: skip
