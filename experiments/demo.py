@@ -108,7 +108,7 @@ def _numbers(
     made: dict[str, Any], first: Any, final: Any, measure: Any, best: tuple[int, int, int], half_window: int
 ) -> dict[str, float]:
     track, caps, probe = made["track"], made["caps"], made["probe"]
-    head = track[(track[["layer", "site", "head"]] == best).all(axis=1)]
+    head = track[(track[["layer", "site", "head"]] == list(best)).all(axis=1)]
     mass, entropy = head["mass"].to_numpy(), head["entropy"].to_numpy()
     after_full = probe.query("kind == 'full' and where != 'pre'").groupby("control")["accuracy"].max().to_dict()
 
