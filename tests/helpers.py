@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,3 +86,13 @@ class Largest(TorchDispatchMode):
             if isinstance(x, Tensor):
                 self.elements = max(self.elements, x.numel())
         return out
+
+
+def run_interpreted(cases: Path) -> None:
+    """Run a file of tests in a process of its own, where Triton interprets its kernels on the CPU."""
+    pytest.importorskip("triton", reason="the extra `gpu` is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cases.parents[2], check=False)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert " failed" not in run.stdout

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_interpreted
 
 from hybridscope import attention_stats, use_kernels
 from hybridscope.hooks.kernels import attention_stats as module
@@ -17,12 +15,7 @@ CASES = Path(__file__).with_name("cases_attention_stats_triton.py")
 
 
 def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="the extra `gpu` is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=CASES.parents[2], check=False)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    assert " failed" not in run.stdout
+    run_interpreted(CASES)
 
 
 def test_it_is_chosen_for_cuda_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,10 @@
 """earlier_block() on a CPU: its cases run in a process of their own, where Triton interprets."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_interpreted
 
 from hybridscope.hooks.kernels.earlier_block import earlier_block, earlier_block_reference
 
@@ -14,12 +12,7 @@ CASES = Path(__file__).with_name("cases_earlier_block.py")
 
 
 def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton", reason="the extra `gpu` is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=CASES.parents[2], check=False)
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    assert " failed" not in run.stdout
+    run_interpreted(CASES)
 
 
 def test_the_specification_is_the_sum_it_says() -> None:
