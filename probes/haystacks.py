@@ -61,7 +61,7 @@ class TokenLanguage:
         out = np.zeros((n, length), dtype=np.int64)
         now = rng.integers(self.first_filler, self.vocab_size, n)
         turns = rng.integers(0, self.branching, (length, n))
-        if n == 1:  # a long text: plain numbers, where arrays of one would cost 20 times the time
+        if n == 1:  # a long text: plain numbers, since arrays of one are slow
             at, ways, grammar = int(now[0]), turns[:, 0].tolist(), self.grammar.tolist()
             for t in range(1, length):
                 out[0, t] = at

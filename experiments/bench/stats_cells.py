@@ -180,7 +180,7 @@ def operators(kind: str, T: int, D: int, group: int, window: int | None, device:
         "stats: + distance": lambda: attention_stats(q, k, labels=labels, window=window),
         "stats: 64 rows": lambda: attention_stats(q, k, labels=labels, window=window, rows=few),
     }
-    if window is None:  # as trained heads have it; random scores keep raising the maximum, the worst there is for it
+    if window is None:  # as under an attention sink; random scores keep raising the maximum, which costs
         sunk = [q + 4 * D**-0.5, k.clone()]
         sunk[1][:, 0] = 4.0
         ours["stats: + top-1, key 0 leads"] = lambda: attention_stats(*sunk, labels=labels, distance=False)

@@ -26,9 +26,9 @@ def load_source(source: str) -> Any:
 
 def at_least_one(**counts: int | None) -> None:
     """ValueError for the first of these options that is below 1; those that were not given are None."""
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"--{name} {count}: expected >= 1")
+    from ...probes import arguments
+
+    arguments.at_least_one(**{f"--{name}": count for name, count in counts.items() if count is not None})
 
 
 def needles_of(

@@ -13,10 +13,11 @@ import triton
 from torch import Tensor
 
 from . import attention_stats_triton as kernels
+from .attention_stats_join import join_kernel
 from .attention_stats_triton import LN2, PADDING
 
 STATS: Any = kernels.stats_kernel
-JOIN: Any = kernels.join_kernel
+JOIN: Any = join_kernel
 INTERPRETED = not isinstance(STATS, triton.JITFunction)
 FAR = 2**30  # a window that binds nowhere, and whose sum with a position is an int32
 SCALES = (1e-6, 1e6)  # others are multiplied into the queries

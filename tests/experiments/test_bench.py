@@ -167,6 +167,21 @@ def test_a_run_is_saved_compared_and_resumed(in_process, tmp_path):
     assert text.count("| `") == 3
 
 
+def test_a_model_is_compared_with_the_full_one_that_is_compiled_as_it_is(in_process, tmp_path):
+    """And a peer, which is compiled in its own way or not at all, with the fastest full one."""
+    rows = train.bench(tmp_path / "t.json", options("full", "gdn", seconds=0.01))["rows"]
+    full, gdn = ({**row, "status": "ok"} for row in rows)
+    result = {"rows": [], "measured_peak": {}, "nominal_peak": None}
+    for of, pattern, how, speed in (
+        (full, "full", "model", 100.0), (full, "full", "blocks", 80.0), (full, "full", "none", 200.0),
+        (gdn, "gdn", "blocks", 40.0), (gdn, "fla-gdn", "model", 50.0), (gdn, "gdn", "flash", 60.0),
+    ):  # fmt: skip
+        result["rows"].append({**of, "pattern": pattern, "compile": how, "tokens_per_second": speed})
+    result["rows"] += [{**result["rows"][0], "loss": "plain", "tokens_per_second": 1e9}]  # no baseline for anything
+    train.compare(result)
+    assert [row["vs_full"] for row in result["rows"][:6]] == [1, 1, 1, 0.5, 0.25, 0.3]
+
+
 def test_what_fails_is_recorded_and_the_rest_goes_on(in_process, tmp_path, monkeypatch):
     def refuse(*_):
         raise ImportError("no such library")
