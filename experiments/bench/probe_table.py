@@ -13,10 +13,10 @@ def markdown(result: Row, where: str, grid: Any) -> str:
     p, rows = result["problem"], result["rows"]
     size = f"{p['layers']} layers x {p['samples']:,} samples x {p['width']:,} x {p['classes']} classes"
     lines = [where, f"{size} x {p['seeds']} seeds; {result['cores']} cores, {result['threads']} threads.", ""]
-    layers = len(rows)
-    cells = [["scikit-learn", f"{sum(r['seconds'] for r in rows):.2f}", str(layers), "1", "", ""]]
-    for name, seconds in sorted(result["seconds"].items()):
-        of = result["summary"][name]
+    cells = [["scikit-learn", f"{result['seconds']['scikit-learn']:.2f}", str(len(rows)), "1", "", ""]]
+    devices = sorted(result["summary"])
+    for name in devices:
+        of, seconds = result["summary"][name], result["seconds"][name]
         off = ["", "", ""]
         if rows:
             off = [f"{of['ratio']:.1f}", f"{100 * of['accuracy_off']:.2f}", f"{of['loss_off']:+.1e}"]
@@ -31,8 +31,7 @@ def markdown(result: Row, where: str, grid: Any) -> str:
     )
     lines += grid(head, cells)
     if rows:
-        devices = sorted(result["seconds"])
-        head = ("layer", "scikit-learn s", "accuracy", *(f"{NAMES[d]}: accuracy" for d in devices))
+        head = ("layer", "scikit-learn's fits, s", "accuracy", *(f"{NAMES[d]}: accuracy" for d in devices))
         lines += ["", *grid(head, [_layer(row, devices) for row in rows])]
     if result["not_run"]:
         lines += ["", f"Not run with scikit-learn: layers {', '.join(map(str, result['not_run']))}."]
