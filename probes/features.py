@@ -24,6 +24,7 @@ from .arguments import at_least_one
 from .needles import Needles
 
 Where = Literal["pre", "mid", "post", "delta"]
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a weight's element
 SAVE_EVERY = 20.0  # seconds of work that a kill may cost
 
 
@@ -139,17 +140,17 @@ def _plan(
     tokens = needles.removed if removed else needles.tokens
     switches = [(s.layer, s.index, s.cap, s.sinks, len(s.knockout), s.edit is not None) for s in model.sites]
     return {
-        "model": _hash(*(_sample(p) for p in model.parameters()), str(switches)),
+        "model": _hash(*(_fingerprint(p) for p in model.parameters()), str(switches)),
         "prompts": _hash(*(x for x in (tokens, columns, needles.attention_mask) if x is not None)),
         "samples": len(needles),
         "places": [[layer, where] for layer, where in places],
     }
 
 
-def _sample(weight: Tensor, n: int = 256) -> Tensor:
-    """Values from all over a weight, which steps of a ladder do not share."""
-    flat = weight.detach().flatten()
-    return flat[:: max(1, len(flat) // n)].float()
+def _fingerprint(weight: Tensor, n: int = 256) -> Tensor:
+    """Some of a weight's bits as integers, and their sum: one changed value shows in it, on any device alike."""
+    bits = weight.detach().flatten().view(BITS[weight.element_size()])
+    return torch.cat([bits[:: max(1, len(bits) // n)].long(), bits.sum(dtype=torch.int64)[None]])
 
 
 def _hash(*parts: Tensor | str) -> str:

@@ -37,7 +37,8 @@ WIDEST = ("full", "recurrent", "window", "conv")  # kinds, the one that sees mos
 class LayerwiseProbe(ClassifierMixin, BaseEstimator):
     """One multinomial logistic regression per layer, on standardised features.
 
-    X [L,n,D] holds the features of n samples at L places, y [n] their classes. `C` is the inverse of the L2 penalty.
+    X [L,n,D] holds the features of n samples at L places (or [n,D] those at one, as scikit-learn's own tools hand them
+    over), y [n] their classes. `C` is the inverse of the L2 penalty.
     `solver`: "sklearn" fits layer by layer with scikit-learn's LogisticRegression, the reference; "torch" all layers
     at once (solver.py, in fp32, on a GPU where there is one), to the same minimum; "auto" is "torch". After `fit`:
     `estimators_` (L pipelines) and `classes_`.
@@ -71,12 +72,15 @@ class LayerwiseProbe(ClassifierMixin, BaseEstimator):
         return self
 
     def predict(self, X: np.ndarray) -> np.ndarray:
-        """Predicted classes, [L,n]. Raises ValueError for features that are not those of the layers fitted."""
+        """Predicted classes, [L,n], or [n] for X [n,D]. Raises ValueError for features that are not those of the
+        layers fitted."""
         check_is_fitted(self, "estimators_")
         X = np.asarray(X)
-        if X.ndim != 3 or len(X) != len(self.estimators_):
+        places = X[None] if X.ndim == 2 else X
+        if places.ndim != 3 or len(places) != len(self.estimators_):
             raise ValueError(f"X: shape {X.shape}; expected [{len(self.estimators_)}, samples, features]")
-        return np.stack([e.predict(x) for e, x in zip(self.estimators_, X, strict=True)])
+        predicted = np.stack([e.predict(x) for e, x in zip(self.estimators_, places, strict=True)])
+        return predicted[0] if X.ndim == 2 else predicted
 
     def score_layers(self, X: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Accuracy per layer, [L]."""
@@ -105,6 +109,7 @@ class LayerwiseProbe(ClassifierMixin, BaseEstimator):
     @staticmethod
     def _check(X: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         X, y = np.asarray(X), np.asarray(y)
+        X = X[None] if X.ndim == 2 else X
         if y.ndim != 1 or (y.dtype.kind == "f" and not np.isfinite(y).all()):
             raise ValueError(f"y: shape {y.shape}, {y.dtype}; expected one class for each sample, none of them NaN")
         if X.ndim != 3 or X.shape[1] != len(y) or not X.size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import signal
@@ -145,6 +146,11 @@ def test_features_of_something_else_are_refused(model, prompts, tmp_path):
         again(other)
     with model.cap(full=4), pytest.raises(ValueError, match=r"\(model differ\)"):
         again()
+    nearly = copy.deepcopy(model)
+    with torch.no_grad():
+        max(nearly.parameters(), key=torch.numel).view(-1)[1] += 1e-3
+    with pytest.raises(ValueError, match=r"\(model differ\)"):
+        again(nearly)
     with pytest.raises(ValueError, match=r"\(prompts differ\)"):
         again(prompts=hs.make_needles(60, T, values=4, language=LANGUAGE, seed=1))
     with pytest.raises(ValueError, match=r"\(prompts, samples differ\)"):

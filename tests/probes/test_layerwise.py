@@ -14,7 +14,7 @@ from helpers import model_of
 from planted import LANGUAGE, T
 from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import StratifiedGroupKFold
+from sklearn.model_selection import StratifiedGroupKFold, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -215,6 +215,15 @@ def test_it_is_a_scikit_learn_estimator():
     assert copy.set_params(C=0.5).C == 0.5
 
 
+def test_scikit_learns_tools_cross_validate_one_place():
+    X, y = data()
+    scores = cross_val_score(hs.LayerwiseProbe(), X[1], y, cv=3)
+    assert scores.tolist() == [1.0, 1.0, 1.0]
+    probe = hs.LayerwiseProbe().fit(X[1], y)
+    assert probe.predict(X[1]).shape == (60,)
+    assert np.array_equal(probe.predict(X[1:2])[0], probe.predict(X[1]))
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_features_that_are_no_numbers_name_the_first_layer(value):
     X, y = data()
@@ -224,7 +233,7 @@ def test_features_that_are_no_numbers_name_the_first_layer(value):
         hs.LayerwiseProbe().fit(X, y)
 
 
-@pytest.mark.parametrize("shape", [(60, 6), (3, 59, 6)])
+@pytest.mark.parametrize("shape", [(59, 6), (3, 59, 6), (60,)])
 def test_features_of_another_shape_are_an_error(shape):
     with pytest.raises(ValueError, match=r"expected \[layers, 60, features\]"):
         hs.LayerwiseProbe().fit(np.zeros(shape), np.arange(60) % 2)
