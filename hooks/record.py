@@ -82,6 +82,7 @@ class Record:
         self._states = None if states is None else States(model, states)
         self._last: Tensor | None = None
         self._first = 0
+        self._places: dict[str, tuple[tuple[int, ...], Tensor | None]] = {}
 
     # Read-out
 
@@ -203,7 +204,7 @@ class Record:
         if isinstance(self._positions, str):
             p = torch.full((B, 1), T - 1, device=x.device) if self._last is None else self._last[:, None].to(x.device)
         else:
-            p = local_columns("resid: positions", self._positions, B, T, self._first)
+            p = self._place("resid: positions", self._positions, B, T, self._first)
             p = None if p is None else to_device(p, x.device)
         if p is not None:
             picked = x.detach().gather(1, p.expand(B, -1)[..., None].expand(-1, -1, D))
@@ -274,7 +275,13 @@ class Record:
     def _wanted(self, B: int, T: int, first: int) -> Tensor | None:
         """Indices of the rows to record, [1 or B,R], in a call of T tokens that starts at column `first`; on the CPU,
         where checking them waits for no GPU."""
-        return torch.arange(T)[None] if self._rows is None else local_columns("stats: rows", self._rows, B, T, first)
+        return torch.arange(T)[None] if self._rows is None else self._place("stats: rows", self._rows, B, T, first)
+
+    def _place(self, what: str, columns: Any, *call: int) -> Tensor | None:
+        """`local_columns` of a call (B, T, first), found once and not in every layer."""
+        if self._places.get(what, (None,))[0] != call:
+            self._places[what] = call, local_columns(what, columns, *call)
+        return self._places[what][1]
 
     def _key_sets(self, k_col: Tensor | None, B: int, keys: int, device: torch.device) -> Tensor | None:
         return None if self._labels is None else _spread(self._labels.to(device), k_col, B, keys)

@@ -195,9 +195,9 @@ def _bits(labels: Tensor, B: int, S: int) -> list[Tensor]:
         return [labels]
     if labels.ndim == 2:
         return [labels.to(torch.uint8)]
-    weights = 2 ** torch.arange(BITS, device=labels.device)
-    parts = [part.to(torch.int64) for part in labels.split(BITS, 2)] or [labels.new_zeros(B, S, 1).to(torch.int64)]
-    return [(part * weights[: part.shape[2]]).sum(-1).to(torch.uint8) for part in parts]
+    parts = labels.split(BITS, 2) or [labels.new_zeros(B, S, 1)]
+    bits = torch.arange(BITS, device=labels.device, dtype=torch.uint8)
+    return [(part << bits[: part.shape[2]]).sum(-1, dtype=torch.uint8) for part in parts]
 
 
 def _documents(
