@@ -16,7 +16,10 @@ def local_columns(what: str, columns: Any, B: int, T: int, first: int) -> Tensor
     Negative ones count from the call's end. A call that continues a context takes those of its own tokens;
     None where it has none.
     """
-    p = torch.as_tensor(columns, dtype=torch.int64)
+    p = torch.as_tensor(columns)
+    if p.dtype == torch.bool or (p.is_floating_point() and p.numel()):
+        raise ValueError(f"{what}: {p.dtype}; expected columns as whole numbers")
+    p = p.long()
     p = p[None] if p.ndim == 1 else p
     if p.ndim != 2 or p.shape[0] not in (1, B):
         raise ValueError(f"{what} of shape {tuple(p.shape)}; expected one list, or one for each of {B} samples")
@@ -30,6 +33,11 @@ def local_columns(what: str, columns: Any, B: int, T: int, first: int) -> Tensor
         return p if bool(inside.all()) else None
     p = p[:, inside[0]]
     return p if p.shape[1] else None
+
+
+def recomputing() -> bool:
+    """Whether this forward code runs inside a backward pass, where activation checkpointing repeats what ran before."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def batches(parts: list[tuple[_Item, bool]]) -> list[list[_Item]]:

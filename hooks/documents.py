@@ -15,12 +15,13 @@ from torch import Tensor
 @dataclasses.dataclass(frozen=True)
 class Documents:
     """Where N tokens of [B,T] stand among the rows: `at` [N] counts over B x T, `row` and `place` [N] are in
-    [rows, longest]; `mask` marks the places that are taken."""
+    [rows, longest]; `mask` marks the places that are taken. `shape`: B, T."""
 
     at: Tensor
     row: Tensor
     place: Tensor
     mask: Tensor
+    shape: tuple[int, int]
 
     @classmethod
     def of(cls, ids: Tensor, real: Tensor | None) -> Documents:
@@ -35,15 +36,27 @@ class Documents:
         rows, longest = (int(x.max()) + 1 if len(at) else 0 for x in (row, place))
         mask = torch.zeros(rows, longest, dtype=torch.bool, device=at.device)
         mask[row, place] = True
-        return cls(at, row, place, mask)
+        return cls(at, row, place, mask, (ids.shape[0], ids.shape[1]))
 
     def unpack(self, tokens: Tensor) -> Tensor:
-        """Tokens [B,T] as [rows, longest]; zeros behind each."""
-        out = tokens.new_zeros(self.mask.shape)
-        out[self.row, self.place] = tokens.flatten()[self.at]
+        """What tokens carry [B,T,...] as [rows, longest, ...]; zeros behind each document."""
+        out = tokens.new_zeros(*self.mask.shape, *tokens.shape[2:])
+        out[self.row, self.place] = tokens.flatten(0, 1)[self.at]
         return out
 
-    def pack(self, x: Tensor, shape: torch.Size) -> Tensor:
+    def labels(self, labels: Tensor) -> Tensor:
+        """Key sets [1 or B,T,sets] of the packed tokens, or [1 or rows,longest,sets] of documents; as the latter."""
+        n, columns = labels.shape[:2]
+        if n in (1, self.shape[0]) and columns == self.shape[1]:
+            return self.unpack(labels.expand(self.shape[0], -1, -1))
+        if n in (1, len(self.mask)) and columns == self.mask.shape[1]:
+            return labels
+        raise ValueError(
+            f"labels: shape {(n, columns)}; expected {self.shape}, by column of the packed tokens, or "
+            f"{tuple(self.mask.shape)}, by column of each document"
+        )
+
+    def pack(self, x: Tensor) -> Tensor:
         """Vectors [rows, longest, D] as [B,T,D], zeros at padding."""
-        out = x.new_zeros(shape.numel(), x.shape[-1])
-        return out.index_copy(0, self.at, x[self.row, self.place]).view(*shape, -1)
+        out = x.new_zeros(self.shape[0] * self.shape[1], x.shape[-1])
+        return out.index_copy(0, self.at, x[self.row, self.place]).view(*self.shape, -1)

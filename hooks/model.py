@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-from .config import HybridConfig
+from .config import HybridConfig, is_whole
 from .documents import Documents
 from .instrumented import Instrumented
 from .mixers import Mixer, Parallel, build
@@ -22,7 +22,7 @@ from .mixers.hgrn import HGRN, cumulative
 from .mixers.hgrn2 import HGRN2
 from .mixers.layers import RMSNorm
 from .mixers.recurrent import init_linears
-from .passes import Cache, Pass
+from .passes import Cache, Pass, Shapes
 from .record import Record
 from .sites import Sites, refuse_compiled, refuse_switches
 
@@ -51,7 +51,7 @@ def residual_norm(config: HybridConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """x + mixer(norm x), then x + MLP(norm x). RWKV layers have their own channel mix for an MLP."""
+    """x + mixer(norm x), then x + MLP(norm x). A layer of RWKV alone has RWKV's channel mix for an MLP."""
 
     mlp: MLP | ChannelMix7
 
@@ -73,6 +73,11 @@ class Block(nn.Module):
         x = x + self.hook_mlp_out(self.mlp(self.ln2(x), run))
         return self._seen("post", self.hook_resid_post(x), recorders)
 
+    def cached(self, batch: int) -> dict[str, Shapes]:
+        """What a cache of the layer holds, by site (or token shift)."""
+        parts = self.mixers if isinstance(self.mlp, MLP) else [*self.mixers, self.mlp]
+        return {name: held for part in parts for name, held in part.cached(batch).items()}
+
     @property
     def mixers(self) -> list[Mixer]:
         """The layer's mixers: one, or the parallel ones."""
@@ -89,7 +94,8 @@ class HybridLM(Instrumented, HookedRootModule):
 
     `model(tokens)` maps [B,T] token ids to logits [B,T,vocab]. `attention_mask` [B,T] (1: real) may pad
     anywhere; logits at padding mean nothing. `cache` continues an earlier call. `documents` [B,T] numbers packed
-    documents, which do not see each other; inside the pass (hooks, recorders) each is a sample of its own. Raises
+    documents, which do not see each other; inside the pass (hooks, recorders) each is a sample of its own, whose
+    columns count from its first token. Raises
     ValueError for ids outside the vocabulary or more tokens than `config.context`.
 
     >>> model = HybridLM(HybridConfig(("swa:64", "full"), 4, 128, 4, 1000))
@@ -128,14 +134,21 @@ class HybridLM(Instrumented, HookedRootModule):
         documents: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Residual stream after the final norm, [B,T,D]."""
+        _check_tokens(tokens)
         if documents is not None:
             return self._packed(tokens, attention_mask, cache, documents)
+        return self._pass(tokens, attention_mask, cache)
+
+    def _pass(
+        self, tokens: Tensor, attention_mask: Tensor | None, cache: Cache | None, documents: Documents | None = None
+    ) -> Tensor:
         first = 0 if cache is None else cache.columns
         real = self._check(tokens, attention_mask, first)
+        B, T = tokens.shape
         if cache is not None:
             cache.check_caps(self.sites)
-        B, T = tokens.shape
-        run = Pass(real, cache, B, T, tokens.device)
+            cache.check_shapes({name: held for block in self.layers for name, held in block.cached(B).items()})
+        run = Pass(real, cache, B, T, tokens.device, documents)
         for rec in self.recorders:
             rec.start(real, first, (B, T))
         if self.lower_bounds is not None:
@@ -158,27 +171,22 @@ class HybridLM(Instrumented, HookedRootModule):
                 f"documents: {ids.dtype} of shape {tuple(ids.shape)}; expected a whole number for each of the "
                 f"tokens {tuple(tokens.shape)}"
             )
-        _check_mask(tokens, attention_mask)
-        documents = Documents.of(ids, None if attention_mask is None else attention_mask.bool())
-        hidden = self.hidden(documents.unpack(tokens), documents.mask)
-        return documents.pack(hidden, tokens.shape)
+        documents = Documents.of(ids, None if attention_mask is None else _real(tokens, attention_mask)[0])
+        return documents.pack(self._pass(documents.unpack(tokens), documents.mask, None, documents))
 
     def _check(self, tokens: Tensor, attention_mask: Tensor | None, first: int) -> Tensor | None:
         if torch.compiler.is_compiling():
             if self.recorders or self.context_level or any(site.active for site in self.sites):
                 refuse_switches()
             return None
-        if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens: {tokens.dtype} of shape {tuple(tokens.shape)}; expected integer ids [B,T]")
         self.check_length(first + tokens.shape[1])
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             low, high = int(tokens.min()), int(tokens.max())
             raise ValueError(f"tokens: ids {low}..{high} outside the vocabulary 0..{self.vocab_size - 1}")
         if attention_mask is None:
             return None
-        _check_mask(tokens, attention_mask)
-        real = attention_mask.bool()
-        return None if bool(real.all()) else real
+        real, everywhere = _real(tokens, attention_mask)
+        return None if everywhere else real
 
     def final_norm(self, resid: Tensor) -> Tensor:
         return self.ln_final(resid)
@@ -214,6 +222,8 @@ class HybridLM(Instrumented, HookedRootModule):
 
     def set_window(self, window: int) -> None:
         """Give every swa site the native window W = `window`, in the config too; ValueError without such sites."""
+        if not is_whole(window):
+            raise ValueError(f"window={window!r}: expected a whole number >= 1")
         if not any("swa:" in layer for layer in self.config.layers):
             raise ValueError(f"window={window}: no swa site to set it on; layers {', '.join(self.config.layers)}")
         pattern = [re.sub(r"swa:\d+", f"swa:{window}", layer) for layer in self.config.layers]
@@ -241,6 +251,20 @@ class HybridLM(Instrumented, HookedRootModule):
             block.mlp.init_weights(std)
 
 
-def _check_mask(tokens: Tensor, attention_mask: Tensor | None) -> None:
-    if attention_mask is not None and attention_mask.shape != tokens.shape:
+def _check_tokens(tokens: Tensor) -> None:
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"tokens: a {type(tokens).__name__}; expected a tensor of integer ids [B,T]")
+    if tokens.ndim != 2 or tokens.is_floating_point():
+        raise ValueError(f"tokens: {tokens.dtype} of shape {tuple(tokens.shape)}; expected integer ids [B,T]")
+
+
+def _real(tokens: Tensor, attention_mask: Tensor) -> tuple[Tensor, bool]:
+    """Which tokens are real, [B,T], and whether all are; one wait for the GPU tells that and the mask's values."""
+    if attention_mask.shape != tokens.shape:
         raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {tuple(tokens.shape)}")
+    real = attention_mask.bool()
+    everywhere, binary = torch.stack([real.all(), (attention_mask == real).all()]).tolist()
+    if not binary:
+        values = attention_mask[attention_mask != real].tolist()
+        raise ValueError(f"attention_mask: has {values[0]}; expected 1 (real) or 0 (padding) for each token, or bool")
+    return real, everywhere

@@ -8,16 +8,21 @@ count on. Users name rows and keys by column; kernels work with positions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from .documents import Documents
 from .kernels.windowed import Ring
 
 if TYPE_CHECKING:
     from .sites import Site
+
+
+Shapes = dict[str, tuple[int, ...]]
+"""What an entry of a cache holds, by name: its shape, without the tokens that keys and values are kept of."""
 
 
 class Cache:
@@ -38,6 +43,19 @@ class Cache:
                     f"(cache made with cap={entry.cap}, now {site.cap}); start a new cache"
                 )
 
+    def check_shapes(self, expected: Mapping[str, Shapes]) -> None:
+        """ValueError where the cache is of another model or another number of samples; before any site runs, too."""
+        if not self.sites:
+            return
+        for name in [*expected, *(name for name in self.sites if name not in expected)]:
+            entry = self.sites.get(name)
+            found, wanted = {} if entry is None else entry.shapes(), expected.get(name, {})
+            if found != wanted:
+                raise ValueError(
+                    f"{name}: the cache holds {_listed(found)}; this model expects {_listed(wanted)} (the first axis: "
+                    "samples). It was made by another model or with other samples; start a new cache"
+                )
+
 
 @dataclasses.dataclass
 class KVCache:
@@ -52,6 +70,9 @@ class KVCache:
     column: Tensor
     seen: Tensor
     columns: int
+
+    def shapes(self) -> Shapes:
+        return {name: (x.shape[0], *x.shape[2:]) for name, x in (("keys", self.k), ("values", self.v))}
 
     def trim(self, window: int) -> None:
         """Drop keys that no later query of a window site can see."""
@@ -80,6 +101,13 @@ class StateCache:
     cap: int | None
     seen: Tensor
 
+    def shapes(self) -> Shapes:
+        held = {} if self.state is None else {"state": tuple(self.state.shape)}
+        if self.ring is not None:
+            for name, x in (("keys", self.ring.keys), ("values", self.ring.values)):
+                held[name] = (*x.shape[:2], *x.shape[3:])
+        return held if self.conv is None else {**held, "last inputs": tuple(self.conv.shape)}
+
 
 @dataclasses.dataclass
 class View:
@@ -87,7 +115,7 @@ class View:
 
     With segments (packed documents, attention chunks) a query sees only keys of its own segment. `real` [B,T]
     marks the queries that are not padding (None: all are). `plain`: queries and keys are the same tokens 0..T-1, which
-    kernels are faster on where nobody gives them positions.
+    kernels are faster on where nobody gives them positions. `documents`: what the samples were unpacked from.
     """
 
     q_pos: Tensor
@@ -98,6 +126,7 @@ class View:
     k_seg: Tensor | None = None
     real: Tensor | None = None
     plain: bool = False
+    documents: Documents | None = None
 
     @property
     def where(self) -> dict[str, Tensor | None]:
@@ -108,10 +137,15 @@ class View:
 
 
 class Pass:
-    """What the mixers of one pass share. `real` [B,T] marks tokens that are not padding (None: all are)."""
+    """What the mixers of one pass share. `real` [B,T] marks tokens that are not padding (None: all are); `documents`:
+    what its samples were unpacked from."""
 
-    def __init__(self, real: Tensor | None, cache: Cache | None, batch: int, length: int, device: torch.device):
+    def __init__(
+        self, real: Tensor | None, cache: Cache | None, batch: int, length: int, device: torch.device,
+        documents: Documents | None = None,
+    ) -> None:  # fmt: skip
         self.real = real
+        self.documents = documents
         self.cache = cache
         self.length = length
         self.batch = batch
@@ -127,12 +161,14 @@ class Pass:
 
     def attend_to(self, site: Site, k: Tensor, v: Tensor, position: Tensor) -> tuple[Tensor, Tensor, View | None]:
         """Keys and values with those of the cache before them, and the view; None where it is just 0..T-1."""
-        if self.cache is None and self.real is None:
+        if self.cache is None and self.real is None and self.documents is None:
             return k, v, None
         k_pos = position if self.real is None else torch.where(self.real, position, -1)
         columns = torch.arange(self.length, device=k.device)[None]
         if self.cache is None:
-            return k, v, View(position, k_pos, columns, columns, real=self.real)
+            plain = self.real is None
+            view = View(position, k_pos, columns, columns, real=self.real, plain=plain, documents=self.documents)
+            return k, v, view
         old = self.cache.sites.get(site.name)
         assert old is None or isinstance(old, KVCache)
         if old is None:
@@ -205,6 +241,10 @@ class Pass:
     def _index(self, x: Tensor) -> Tensor:
         assert self.order is not None
         return self.order.view(*self.order.shape, *[1] * (x.ndim - 2)).expand_as(x)
+
+
+def _listed(shapes: Shapes) -> str:
+    return " and ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "nothing"
 
 
 def _cat(x: Tensor, y: Tensor) -> Tensor:

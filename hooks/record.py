@@ -17,11 +17,13 @@ from torch import Tensor
 
 from .attend import edges
 from .caps import refuse_opaque
-from .columns import batches, local_columns
+from .columns import batches, local_columns, recomputing
+from .documents import Documents
 from .kernels.attention import ROWS
-from .kernels.attention_stats import AttentionStats, attention_stats, label_sets, to_device
+from .kernels.attention_stats import AttentionStats, attention_stats, label_sets
 from .kernels.implicit_stats import implicit_stats
 from .kernels.recurrence import Read
+from .kernels.stats_arguments import to_device
 from .passes import Pass, View
 from .reduce import ROWS as MEAN_ROWS
 from .reduce import Mean
@@ -44,7 +46,8 @@ class Stats:
     share of attention by log-spaced distance. `reduce="mean"`: only the mean over each sample's rows, padding left out
     (`reduce.MeanStats`), in O(1) memory a head. `recurrent`: also the implicit attention of recurrent sites
     (`kernels/implicit_stats.py`: weights that are signed and no probabilities), which needs the whole context in one
-    call.
+    call. Of packed documents in our own models each is a sample, and rows count within it; labels are those of the
+    packed tokens.
     """
 
     rows: Sequence[int] | Tensor | None = None
@@ -58,6 +61,9 @@ class Stats:
     def __post_init__(self) -> None:
         if self.reduce not in (None, "mean"):
             raise ValueError(f'reduce={self.reduce!r}: expected "mean" or None')
+        if self.labels is not None and (not isinstance(self.labels, Tensor) or self.labels.ndim not in (2, 3)):
+            what = tuple(self.labels.shape) if isinstance(self.labels, Tensor) else type(self.labels).__name__
+            raise ValueError(f"labels: {what}; expected a bool or uint8 tensor [B,T] (or bool [B,T,sets])")
 
 
 class Record:
@@ -198,7 +204,7 @@ class Record:
 
     def keep(self, layer: int, where: str, x: Tensor) -> None:
         """Pick the wanted columns out of a residual stream x [B,T,D]."""
-        if self._positions is None:
+        if self._positions is None or recomputing():
             return
         B, T, D = x.shape
         if isinstance(self._positions, str):
@@ -225,7 +231,8 @@ class Record:
         k_col = None if view is None else view.k_col
         options: dict[str, Any] = {
             "scale": scale, "softcap": softcap, "sink_logits": sink_logits,
-            "labels": self._key_sets(k_col, B, k.shape[1], k.device), "top1": self._spec.top1,
+            "labels": self._key_sets(k_col, B, k.shape[1], k.device, None if view is None else view.documents),
+            "top1": self._spec.top1,
             "distance": self._spec.distance, "histogram": self._spec.histogram, **site.span,
             **({} if view is None else view.where),
         }  # fmt: skip
@@ -256,7 +263,7 @@ class Record:
         if order is None and run.cache is not None:
             k_col = torch.arange(T, device=device)[None]
         place = None if order is None else order.argsort(1)  # where each column went
-        labels = self._key_sets(k_col, B, T, device)
+        labels = self._key_sets(k_col, B, T, device, run.documents)
         terms = {name: x.detach() for name, x in terms.items() if name != "v"}
 
         def some(rows: Tensor) -> AttentionStats:
@@ -283,8 +290,13 @@ class Record:
             self._places[what] = call, local_columns(what, columns, *call)
         return self._places[what][1]
 
-    def _key_sets(self, k_col: Tensor | None, B: int, keys: int, device: torch.device) -> Tensor | None:
-        return None if self._labels is None else _spread(self._labels.to(device), k_col, B, keys)
+    def _key_sets(
+        self, k_col: Tensor | None, B: int, keys: int, device: torch.device, documents: Documents | None
+    ) -> Tensor | None:
+        if self._labels is None:
+            return None
+        labels = self._labels.to(device)
+        return _spread(labels if documents is None else documents.labels(labels), k_col, B, keys)
 
     def _store(
         self, site: Site, some: Callable[[Tensor], AttentionStats], rows: Tensor, first: int, real: Tensor | None,
@@ -318,6 +330,8 @@ def record(
     if isinstance(stats, bool):
         spec = Stats() if stats else None
     else:
+        if isinstance(stats, str | dict):
+            raise ValueError(f"stats={stats!r}: expected True, a list of rows, [B,R], or hs.Stats(...)")
         spec = stats if isinstance(stats, Stats) else Stats(rows=stats)
     rec = Record(model, resid, spec, states)
     taps: list[tuple[Site, Callable[..., None]]] = []
@@ -337,12 +351,11 @@ def record(
 
 
 def _both(outer: Callable[..., None] | None, inner: Callable[..., None]) -> Callable[..., None]:
-    if outer is None:
-        return inner
-
     def tap(*args: Any, **score: Any) -> None:
-        outer(*args, **score)
-        inner(*args, **score)
+        if outer is not None:
+            outer(*args, **score)
+        if not recomputing():
+            inner(*args, **score)
 
     return tap
 

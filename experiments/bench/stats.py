@@ -203,7 +203,7 @@ def main(args: list[str] | None = None) -> None:
         "--budget", type=float, default=400, help="seconds; what is not begun then is listed as not run"
     )
     parser.add_argument("--cells", nargs="+", help=f"of {', '.join(stats_cells.PLAN[:6])}, ...; all without it")
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: shows that the bench works")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu: under TRITON_INTERPRET=1 only")
     parser.add_argument("--tiles", nargs="*", type=int, help="try tiles for these head dims (64 128) instead")
     parser.add_argument("--processes", type=int, default=14, help="tiles: that compile side by side")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

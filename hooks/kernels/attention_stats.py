@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from . import attention_stats_torch, dispatch
+from . import stats_arguments as arguments
 from .fused import DTYPES, INSTALL
 
 CHUNK_ELEMENTS = 2**22  # scores that the torch path holds at once, over batch, heads, rows and keys
@@ -29,8 +30,8 @@ Impl = Literal["auto", "torch", "triton", "reference"]
 class AttentionStats:
     """Statistics of R query rows, each [B,R,H] (`mass` [B,R,H,sets]); entropies and lse in nats.
 
-    `top1` is the key's index, `distance` the mean distance back in tokens, `sink_mass` the share of a
-    learnable sink logit (0 without one). Entropy and mass are over the real keys plus that sink.
+    `top1` is the key's index (of equal scores, any one's), `distance` the mean distance back in tokens, `sink_mass` the
+    share of a learnable sink logit (0 without one). Entropy and mass are over the real keys plus that sink.
     `histogram` [B,R,H,bins] is the share of attention by distance: bin 0 distance 0, bin n 2^(n-1) to 2^n - 1; with
     the sink's share it sums to 1. What was not asked for has a last dimension of 0.
     """
@@ -94,40 +95,37 @@ def attention_stats(
 
     `window` counts the query; the first `sinks` keys stay visible under it (within `limit`, a hard bound);
     `sink_logits` [H] join the denominator; `softcap` c bounds scores as c tanh(s/c). `labels` puts keys in
-    sets: bool [B,S] (one set), bool [B,S,sets], or uint8 [B,S], bit n for set n. `q_pos` [B,T], `k_pos`
-    [B,S]: token positions where queries and keys are not the same tokens 0..T-1 (negative key position:
-    padding); `q_seg`, `k_seg`: only keys of the query's own segment are visible. `cu_seqlens` [n+1]: n documents packed
-    into a batch of one, each as if alone (0, ends, T). `blocked` hides single edges, [B,R,S] or per head [B,R,H,S].
+    sets: bool [B,S] (one set), bool [B,S,sets], or uint8 [B,S], bit n for set n, as many as the highest bit says.
+    `q_pos` [B,T], `k_pos` [B,S]: token positions where queries and keys are not the same tokens 0..T-1 (negative key
+    position: padding); `q_seg`, `k_seg`: only keys of the query's own segment are visible. `cu_seqlens` [n+1]: n
+    documents packed into a batch of one, each as if alone (0, ends, T). `blocked` hides single edges, [B,R,S] or per
+    head [B,R,H,S].
     `top1`, `distance` and `histogram` say which of these to find: the first two cost a kernel some time, all rows
     of a histogram T x bins numbers. Values are detached, also under grad; arithmetic is fp32, or fp64 for fp64 inputs.
 
     `impl="auto"` is the Triton kernel for CUDA tensors in fp32, bf16 or fp16; torch elsewhere, under
     `use_kernels("torch")`, for `blocked` and for head dims past 256. `reference` is dense and in fp64.
 
-    Raises ValueError for a row outside T, a window < 1 or without `causal`, labels of another shape, or a kernel asked
-    for that cannot run; ImportError where it wants Triton and that is not installed.
+    Raises ValueError for a row outside T, a window < 1 or without `causal`, shapes that do not go together, or a kernel
+    asked for that cannot run; ImportError where it wants Triton and that is not installed.
 
     >>> s = attention_stats(torch.randn(1, 8, 2, 4), torch.randn(1, 8, 1, 4), rows=[7])
     >>> s.entropy.shape
     torch.Size([1, 1, 2])
     """
+    arguments.check_inputs(q, k, sink_logits)
+    arguments.check_span(causal=causal, window=window, sinks=sinks, limit=limit, histogram=histogram)
+    arguments.check_score(scale=scale, softcap=softcap)
     B, T, H, D = q.shape
     S = k.shape[1]
-    if H % k.shape[2]:
-        raise ValueError(f"k has {k.shape[2]} heads, which do not divide q's {H}")
-    if window is not None and window < 1:
-        raise ValueError(f"window={window}: expected >= 1 (the query itself counts) or None")
-    if not causal and (window is not None or limit is not None):
-        raise ValueError(f"window={window}, limit={limit}: windows look back; they need causal=True")
-    if histogram and not causal:
-        raise ValueError("histogram=True: distances look back; it needs causal=True")
+    wanted = None if rows is None else arguments.row_indices(rows, B, T, q.device)
+    arguments.check_blocked(blocked, B, T if wanted is None else wanted.shape[1], H, S)
     if cu_seqlens is not None:
         if q_pos is not None or k_pos is not None or q_seg is not None or k_seg is not None:
             raise ValueError("cu_seqlens: give it alone, or positions and segments")
-        q_seg, q_pos = _documents(cu_seqlens, B, T, S, q.device)
+        q_seg, q_pos = arguments.document_places(cu_seqlens, B, T, S, q.device)
         k_seg, k_pos = q_seg, q_pos
-    if (q_pos is None) != (k_pos is None) or (q_pos is None and T != S):
-        raise ValueError(f"q has {T} tokens and k {S}: give both q_pos and k_pos")
+    arguments.check_places(B, T, S, q_pos=q_pos, k_pos=k_pos, q_seg=q_seg, k_seg=k_seg)
     path = _path(impl, q, k, blocked)
     bins = 0
     if histogram:  # enough for the longest distance that can occur
@@ -138,18 +136,26 @@ def attention_stats(
         "q_seg": q_seg, "k_seg": k_seg, "top1": top1, "distance": distance, "bins": bins,
     }  # fmt: skip
     if path == "triton":
-        return _triton(q, k, None if rows is None else _rows(rows, B, T, q.device), labels, options)
+        return _with_sink(_triton(q, k, wanted, labels, options), sink_logits)
     wide = torch.float64 if path == "reference" else torch.promote_types(q.dtype, torch.float32)
     sets = None if labels is None else label_sets(labels, B, S)
     elements = None if path == "reference" else CHUNK_ELEMENTS
+    wanted = arguments.row_indices(None, B, T, q.device) if wanted is None else wanted
     parts = attention_stats_torch.chunks(
-        q=q.to(wide), k=k.to(wide), rows=_rows(rows, B, T, q.device), sets=sets, blocked=blocked, elements=elements,
-        **options,
-    )  # fmt: skip
-    return AttentionStats.cat([AttentionStats(**part) for part in parts], 1)
+        q=q.to(wide), k=k.to(wide), rows=wanted, sets=sets, blocked=blocked, elements=elements, **options
+    )
+    return _with_sink(AttentionStats.cat([AttentionStats(**part) for part in parts], 1), sink_logits)
 
 
-def _path(impl: Impl, q: Tensor, k: Tensor, blocked: Tensor | None) -> Literal["torch", "triton", "reference"]:
+def _with_sink(stats: AttentionStats, sink_logits: Tensor | None) -> AttentionStats:
+    """A sink's share is never quite 0, however small: `entropy_norm` knows by it that there is one."""
+    if sink_logits is not None:
+        least = torch.finfo(stats.sink_mass.dtype).tiny
+        stats.sink_mass = stats.sink_mass.clamp(min=least) * (sink_logits > -torch.inf)
+    return stats
+
+
+def _path(impl: str, q: Tensor, k: Tensor, blocked: Tensor | None) -> Literal["torch", "triton", "reference"]:
     """The path that `impl` means for these tensors."""
     takes = q.dtype in DTYPES and k.dtype in DTYPES and q.shape[-1] <= 256
     if impl == "triton":
@@ -159,8 +165,10 @@ def _path(impl: Impl, q: Tensor, k: Tensor, blocked: Tensor | None) -> Literal["
             raise ValueError(
                 f'impl="triton": {q.dtype}, head dim {q.shape[-1]}; expected fp32, bf16 or fp16, at most 256'
             )
-    elif impl != "auto":
+    elif impl in ("torch", "reference"):
         return impl
+    elif impl != "auto":
+        raise ValueError(f"impl={impl!r}: expected one of {', '.join(get_args(Impl))}")
     elif not (q.is_cuda and takes and blocked is None) or dispatch.policy() == "torch":
         return "torch"
     if importlib.util.find_spec("triton") is None:
@@ -200,22 +208,6 @@ def _bits(labels: Tensor, B: int, S: int) -> list[Tensor]:
     return [(part << bits[: part.shape[2]]).sum(-1, dtype=torch.uint8) for part in parts]
 
 
-def _documents(
-    cu_seqlens: Tensor | Sequence[int], B: int, T: int, S: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Document of each token and its position there, [1,T] each."""
-    ends = torch.as_tensor(cu_seqlens, device=device, dtype=torch.int64)
-    if B != 1 or T != S:
-        raise ValueError(
-            f"cu_seqlens: packed documents are one sample of the same tokens; got {B} samples of {T} and {S}"
-        )
-    if ends.ndim != 1 or len(ends) < 2 or int(ends[0]) or int(ends[-1]) != T or bool((ends.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens={ends.tolist()}: expected 0, the documents' ends in order, {T}")
-    at = torch.arange(T, device=device)
-    document = torch.bucketize(at, ends[1:], right=True)
-    return document[None], (at - ends[document])[None]
-
-
 def label_count(labels: Tensor) -> int:
     """Number of key sets that `labels` (bool, or bits of a uint8) speaks of."""
     if labels.dtype == torch.bool:
@@ -237,23 +229,3 @@ def _check_labels(labels: Tensor, B: int, S: int) -> None:
         raise ValueError(f"labels: dtype {labels.dtype}; expected bool, or uint8 with one bit per key set")
     if labels.shape[:2] != (B, S) or labels.ndim > (3 if labels.dtype == torch.bool else 2):
         raise ValueError(f"labels: shape {tuple(labels.shape)}; expected {(B, S)}, one per key")
-
-
-def _rows(rows: Tensor | Sequence[int] | None, B: int, T: int, device: torch.device) -> Tensor:
-    """Row indices as [1 or B, R], negative ones counted from the end."""
-    if rows is None:
-        return torch.arange(T, device=device)[None]
-    r = torch.as_tensor(rows, dtype=torch.int64)  # on its own device: a list is checked without waiting for a GPU
-    r = r[None] if r.ndim == 1 else r
-    if r.ndim != 2 or r.shape[0] not in (1, B):
-        raise ValueError(f"rows: shape {tuple(r.shape)}; expected [R] or [{B}, R]")
-    if r.numel() and (int(r.min()) < -T or int(r.max()) >= T):
-        raise ValueError(f"rows: {int(r.min())}..{int(r.max())} do not fit {T} query rows")
-    return to_device(torch.where(r < 0, r + T, r), device)
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """x on `device`; from the CPU to a GPU without waiting for the work that is queued there."""
-    if x.device.type == "cpu" and device.type == "cuda":
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)

@@ -9,6 +9,8 @@ import triton.language as tl
 
 from .attention_stats_triton import HIDDEN, LN2, LOWEST
 
+NO_SINK = tl.constexpr(-1e30)  # the logit of a sink that is none (-inf), in finite numbers
+
 
 @triton.jit(do_not_specialize=["n"])
 @no_type_check
@@ -71,7 +73,7 @@ def join_kernel(
         centred = scaled * (centred + length * (ref - raised)) + sink * gap
         length = scaled * length + sink
         ref = raised
-        keys += 1
+        keys += (logit > NO_SINK).to(tl.int32)
     safe = tl.maximum(length, 1e-37)
     share = scaled / safe
     entropy = (tl.log2(safe) - centred / safe) * LN2

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from . import attention_stats_triton as kernels
-from .attention_stats_join import join_kernel
+from .attention_stats_join import NO_SINK, join_kernel
 from .attention_stats_triton import LN2, PADDING
 
 STATS: Any = kernels.stats_kernel
@@ -140,7 +140,7 @@ def stats(
         )  # fmt: skip
         n, block = B * R * H, 128
         JOIN[(_blocks(n, block),)](
-            *sums, q if sink_logits is None else sink_logits.contiguous().float(),
+            *sums, q if sink_logits is None else sink_logits.float().clamp(min=NO_SINK.value),
             *(out[name] for name in _ORDER), n, H, c, BLOCK=block, SINK=sink_logits is not None, **flags, num_warps=4,
         )  # fmt: skip
     return out
@@ -183,7 +183,8 @@ def _positions(
         repeated = torch.cat([x, x[:, -1:].expand(B, -S % block)], 1).view(B, -1, block)
         return [repeated.amin(-1), repeated.amax(-1)]
 
-    queries, keys = whole(q_pos, T), whole(k_pos, S)
+    queries = whole(q_pos, T).clamp(min=-1)  # padding; further below, distances to PADDING would not be int32
+    keys = whole(k_pos, S)
     keys = torch.where(keys < 0, PADDING.value, keys)
     low, high = ends(keys)
     if S % block:

@@ -53,7 +53,7 @@ def chunks(
             pos_q[:, :, None] - pos_k[:, None], None if sets is None else sets.index_select(1, keys), scale, softcap,
             sink_logits, top1, distance, bins,
         )  # fmt: skip
-        part["top1"] = keys[part["top1"]]
+        part["top1"] = keys[part["top1"]] if S else part["top1"]
         parts.append(part)
     return parts
 
@@ -79,7 +79,7 @@ def _spans(
 def _rows_at_once(heads: int, S: int, window: int | None, elements: int) -> int:
     """Rows of a chunk where they are neighbours: as many as a window's width, within `elements` scores."""
     if window is None or 2 * window >= S:
-        return max(1, elements // (heads * S))
+        return max(1, elements // max(1, heads * S))
     return max(1, min(window, elements // (heads * 2 * window)))
 
 
@@ -103,7 +103,7 @@ def _chunk(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, -torch.inf)
-    top, index = scores.max(-1)
+    top, index = scores.max(-1) if S else (scores.new_full((B, R, H), -torch.inf), mask.new_zeros(B, R, H).long())
     peak = top if sink_logits is None else torch.maximum(top, sink_logits.to(scores.dtype))
     peak = peak.clamp(min=torch.finfo(scores.dtype).min)  # a row that sees nothing
     shifted = scores - peak[..., None]
@@ -112,7 +112,7 @@ def _chunk(
     centred = (weights * shifted.masked_fill(~mask, 0)).sum(-1)
     sink = torch.zeros_like(total)
     if sink_logits is not None:
-        gap = sink_logits.to(scores.dtype) - peak
+        gap = (sink_logits.to(scores.dtype) - peak).clamp(min=torch.finfo(scores.dtype).min)  # a logit of -inf: no sink
         sink = gap.exp()
         total, centred = total + sink, centred + sink * gap
     safe = total.clamp(min=torch.finfo(scores.dtype).tiny)

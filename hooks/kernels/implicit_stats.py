@@ -26,8 +26,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from .attention_stats import AttentionStats, label_sets
-from .attention_stats import _rows as row_indices
 from .recurrence import Read, plain, recurrence, without_autocast
+from .stats_arguments import row_indices
 from .windowed import carried, check_cap
 
 CHUNK = 64  # tokens of a chunk
@@ -121,6 +121,8 @@ def _prepare(
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:  # fmt: skip
     """The recurrence written out in fp32 or fp64 (k: with the write strength), rows [B,R], and the first token that
     each may see."""
+    if (a is None) != (b is None):
+        raise ValueError("a, b: one of them is None; give both or neither")
     dtype = torch.promote_types(q.dtype, torch.float32)
     q, k = q.to(dtype), k.to(dtype)
     log_decay, beta, a, b = (None if y is None else y.to(dtype) for y in (log_decay, beta, a, b))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from attention_oracle import EPS, Oracle, oracle, qk
 from helpers import error
-from test_attention_stats import EPS, Oracle, oracle, qk
 from torch import Tensor
 
 from hybridscope import AttentionStats, attention_stats
@@ -191,6 +191,25 @@ def test_padding_and_offsets(place: str, limits: dict[str, Any]) -> None:
         same(stats(queries, k, **options), attention_stats(queries, k, impl="reference", **options))
     both = {"q_pos": k_pos.clamp(min=0), "k_pos": k_pos, "causal": False}
     same(stats(q, k, **both), attention_stats(q, k, impl="reference", **both))
+
+
+@pytest.mark.parametrize("left", [1, 3, 20])
+def test_queries_of_padding_may_lie_below_zero(left: int) -> None:
+    """As transformers counts them under left padding: what they see is nothing, and their neighbours' bins stay."""
+    q, k = qk(T=40, B=1, H=2, G=1)
+    q_pos = torch.arange(40)[None] - left
+    options = {"q_pos": q_pos, "k_pos": q_pos.clamp(min=-1), "histogram": True}
+    s = stats(q, k, **options)
+    same(s, attention_stats(q, k, impl="reference", **options))
+    assert error(s.histogram[:, left:].sum(-1), torch.ones(1, 40 - left, 2)) < 1e-6
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    q, k = qk(T=20, B=1)
+    sunk = stats(q, k, sink_logits=torch.tensor([0.0, -torch.inf, 2.0, -torch.inf]))
+    without = stats(q, k)
+    for name in ("entropy", "entropy_norm", "lse", "top1_prob"):
+        assert torch.equal(getattr(sunk, name)[..., 1::2], getattr(without, name)[..., 1::2]), name
 
 
 def test_a_row_that_sees_nothing() -> None:

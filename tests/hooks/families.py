@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -14,6 +14,8 @@ from hybridscope.hooks.adapters import transformers
 
 V, D, H, G, K = 64, 32, 4, 2, 8
 WINDOW = 8
+T, CAP = 24, 6
+CLOSE = 2e-5
 
 Options = dict[str, Any]
 COMMON: Options = {
@@ -145,6 +147,12 @@ def kind_of(mixer: str) -> str:
     return KIND.get(mixer.split(":")[0], "recurrent")
 
 
+EVERY = list(FAMILIES)
+MIXERS = {family: [layer.split("+") for layer in mixers.split()] for family, (_, mixers) in FAMILIES.items()}
+RECURRENT = [f for f in EVERY if any(kind_of(m) == "recurrent" for layer in MIXERS[f] for m in layer if m != "-")]
+SOFTMAX = [f for f in EVERY if any(kind_of(m) in ("full", "window") for layer in MIXERS[f] for m in layer if m != "-")]
+
+
 def build(family: str, attention: str = "eager", seed: int = 0) -> Any:
     """A model whose weights are large enough for tokens to matter to one another, norms not all one, states that last
     for a while."""
@@ -171,3 +179,25 @@ def pair(family: str) -> tuple[Any, transformers.TransformersLM]:
     """A model with its own eager attention, and the same object instrumented."""
     model = build(family)
     return model, transformers.load(model)
+
+
+def tokens_of(batch: int = 2, length: int = T, seed: int = 1) -> Tensor:
+    return torch.randint(3, V, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padding() -> Tensor:
+    mask = torch.ones(2, T, dtype=torch.int64)
+    mask[0, :5] = 0
+    return mask
+
+
+def gap(got: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
+    """Largest difference, in units of how large the expected values are."""
+    if not expected.numel():
+        return 0.0
+    difference = (got - expected).abs()
+    return float((difference if mask is None else difference[mask.bool()]).max()) / (1 + float(expected.abs().max()))
+
+
+def caps_of(loaded: transformers.TransformersLM, cap: int = CAP) -> dict[str, int]:
+    return dict.fromkeys(sorted({site.kind for site in loaded.sites}), cap)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +10,27 @@ from typing import Any
 import family_table
 import pytest
 import torch
-from families import FAMILIES, WINDOW, D, H, V, build, kind_of, pair
+from families import (
+    CAP,
+    CLOSE,
+    EVERY,
+    MIXERS,
+    RECURRENT,
+    SOFTMAX,
+    WINDOW,
+    D,
+    T,
+    caps_of,
+    gap,
+    kind_of,
+    left_padding,
+    pair,
+    tokens_of,
+)
 from torch import Tensor, nn
 
 import hybridscope as hs
 from hybridscope.hooks.adapters import transformers
-from hybridscope.hooks.adapters.interface import Attachment, listening
-from hybridscope.hooks.checkpoint import Checkpoint
-from hybridscope.hooks.head_maps import read_maps
-from hybridscope.hooks.projections import qk_projections
 from hybridscope.hooks.sites import Site
 
 pytestmark = [
@@ -28,38 +38,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning"),
 ]
 
-T, CAP = 24, 6
-CLOSE = 2e-5
-EVERY = list(FAMILIES)
-MIXERS = {family: [layer.split("+") for layer in mixers.split()] for family, (_, mixers) in FAMILIES.items()}
-RECURRENT = [f for f in EVERY if any(kind_of(m) == "recurrent" for layer in MIXERS[f] for m in layer if m != "-")]
-SOFTMAX = [f for f in EVERY if any(kind_of(m) in ("full", "window") for layer in MIXERS[f] for m in layer if m != "-")]
 NO_SDPA = ("gemma2", "gpt_oss", "granite_swa", "mimo_v2_flash")  # soft caps and sinks: theirs has neither
 NO_MID = ("zaya",)  # scales what it adds to, and what it adds, channel by channel
-RUNS_ON = [*RECURRENT, "lfm2", "zaya", "gpt_oss"]  # over the border of packed documents, in transformers' own code
-NO_FORM = ("zaya", "hunyuan_v1_dense")  # convolved queries and keys; a norm behind RoPE
-
-
-def tokens_of(batch: int = 2, length: int = T, seed: int = 1) -> Tensor:
-    return torch.randint(3, V, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def left_padding() -> Tensor:
-    mask = torch.ones(2, T, dtype=torch.int64)
-    mask[0, :5] = 0
-    return mask
-
-
-def gap(got: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
-    """Largest difference, in units of how large the expected values are."""
-    if not expected.numel():
-        return 0.0
-    difference = (got - expected).abs()
-    return float((difference if mask is None else difference[mask.bool()]).max()) / (1 + float(expected.abs().max()))
-
-
-def caps_of(loaded: transformers.TransformersLM, cap: int = CAP) -> dict[str, int]:
-    return dict.fromkeys(sorted({site.kind for site in loaded.sites}), cap)
 
 
 def one_of_each_kind(loaded: transformers.TransformersLM) -> list[Site]:
@@ -117,6 +97,11 @@ def test_reach_counts_parallel_sites_once_and_chained_ones_twice() -> None:
         _, loaded = pair(family)
         with loaded.cap(full=CAP, recurrent=CAP):
             assert loaded.reach() == steps * (CAP - 1) + 1
+
+
+def test_the_table_in_the_docs_is_what_is_found() -> None:
+    page = (Path(__file__).parents[2] / "docs/families.md").read_text()
+    assert family_table.table() in page, "python tests/hooks/family_table.py prints the table"
 
 
 # The same numbers
@@ -298,251 +283,3 @@ def test_implicit_attention_of_their_recurrences() -> None:
         with loaded.cap(recurrent=CAP), loaded.record(stats=hs.Stats(rows=[T - 1], recurrent=True)) as rec:
             loaded(tokens_of())
         assert (rec.stats(0).visible == CAP - loaded.sites[0].conv + 1).all()
-
-
-# Decoding
-
-
-@pytest.mark.parametrize("family", EVERY)
-def test_cached_decoding_equals_one_pass(family: str) -> None:
-    """Prefill and single tokens; with caps, under padding, and the logits, not only the token they pick."""
-    _, loaded = pair(family)
-    tokens = tokens_of()
-    caps: list[dict[str, int]] = [{}, caps_of(loaded)]
-    for cap in caps:
-        with loaded.cap(**cap) if cap else contextlib.nullcontext():
-            whole = loaded(tokens)
-            cache = loaded.new_cache()
-            parts = [loaded(part, cache=cache) for part in tokens.split([T - 4, 1, 1, 2], 1)]
-        multi = "mamba" in {s.mixer for s in loaded.sites}  # its scan starts from nothing at several tokens
-        parts = parts[:-1] if multi else parts
-        got = torch.cat(parts, 1)
-        assert gap(got, whole[:, : got.shape[1]]) <= CLOSE
-
-
-@pytest.mark.parametrize("family", EVERY)
-def test_generate_under_caps_and_padding(family: str) -> None:
-    _, loaded = pair(family)
-    prompt, mask = tokens_of(), left_padding()
-    with loaded.cap(**caps_of(loaded)):
-        out = loaded.generate(prompt, 5, attention_mask=mask)
-        for row, start in ((0, 5), (1, 0)):
-            if row == 0 and family in ("recurrent_gemma", "hunyuan_v1_dense"):
-                continue  # convolutions that run over padding; a norm behind RoPE, so that columns matter
-            context = prompt[row : row + 1, start:]
-            for _ in range(5):
-                context = torch.cat([context, loaded(context)[:, -1:].argmax(-1)], 1)
-            assert torch.equal(out[row, T:], context[0, -5:])
-
-
-@pytest.mark.parametrize("implementation", ["dynamic", "static"])
-@pytest.mark.parametrize("family", EVERY)
-def test_their_own_generate_runs_on_our_attention(family: str, implementation: str) -> None:
-    """With caches of transformers' choosing, the logits of each step too."""
-    model, _ = pair(family)
-    prompt = tokens_of()
-    options: dict[str, Any] = {
-        "max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "output_logits": True,
-        "return_dict_in_generate": True, **({} if implementation == "dynamic" else {"cache_implementation": "static"}),
-    }  # fmt: skip
-    own = model.generate(prompt, **options)
-    with Attachment.of(model).on():
-        ours = model.generate(prompt, **options)
-    for a, b in zip(own.logits, ours.logits, strict=True):
-        assert gap(b, a) <= CLOSE
-
-
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "minimax", "jamba", "bamba", "falcon_h1", "zamba2"])
-def test_beams_take_what_a_cap_keeps_along(family: str) -> None:
-    """Beam search with a cache is beam search without one."""
-    model, loaded = pair(family)
-    prompt = tokens_of()
-    options: dict[str, Any] = {
-        "attention_mask": torch.ones_like(prompt), "max_new_tokens": 6, "num_beams": 2, "do_sample": False,
-        "eos_token_id": None, "pad_token_id": 0,
-    }  # fmt: skip
-    with loaded.cap(recurrent=CAP):
-        cached, whole = (model.generate(prompt, **options, use_cache=use) for use in (True, False))
-    assert torch.equal(cached, whole)
-
-
-def test_beams_over_states_that_are_not_in_the_cache_are_refused() -> None:
-    """RecurrentGemma's convolutions keep theirs in the module, and transformers leaves them in the old order."""
-    model, loaded = pair("recurrent_gemma")
-    options: dict[str, Any] = {"max_new_tokens": 3, "num_beams": 2, "do_sample": False, "pad_token_id": 0}
-    with loaded.cap(recurrent=CAP):
-        with pytest.raises(ValueError, match="temporal_block keeps a part of its state outside of the cache"):
-            model.generate(tokens_of(), **options)
-        model.generate(tokens_of(), **options, use_cache=False)
-
-
-def test_a_copied_cache_goes_on_by_itself() -> None:
-    """And is reordered by itself."""
-    _, loaded = pair("qwen3_next")
-    tokens = tokens_of()
-    with loaded.cap(recurrent=CAP):
-        cache = loaded.new_cache()
-        loaded(tokens[:, :-2], cache=cache)
-        expected = loaded(tokens)[:, -2:]
-        other = copy.deepcopy(cache)
-        other.past.reorder_cache(torch.tensor([1, 0]))
-        assert gap(loaded(tokens.flip(0)[:, -2:], cache=other), expected.flip(0)) <= CLOSE
-        assert gap(loaded(tokens[:, -2:], cache=cache), expected) <= CLOSE
-
-
-def test_a_cap_cannot_change_in_the_middle_of_a_context() -> None:
-    for family in ("qwen3_next", "bamba", "minimax"):
-        _, loaded = pair(family)
-        cache = loaded.new_cache()
-        with loaded.cap(recurrent=CAP):
-            loaded(tokens_of(), cache=cache)
-        for cap in (None, CAP + 1):
-            with pytest.raises(ValueError, match="cannot change in the middle"), loaded.cap(recurrent=cap):
-                loaded(tokens_of(2, 1), cache=cache)
-
-
-@pytest.mark.parametrize("family", [f for f in SOFTMAX if f not in RUNS_ON])
-def test_packed_documents_do_not_see_each_other(family: str) -> None:
-    """As position ids that start again say it, with recorded statistics too."""
-    model, loaded = pair(family)
-    tokens = tokens_of(1)
-    positions = torch.cat([torch.arange(10), torch.arange(T - 10)])[None]
-    own = model(tokens, position_ids=positions, use_cache=False).logits
-    with loaded.record(stats=True) as rec:
-        ours = model(tokens, position_ids=positions, use_cache=False).logits
-    assert gap(ours, own) <= CLOSE
-    assert int(rec.stats(3).visible[0, -1, 0]) <= T - 10 + 1  # (and a sink)
-
-
-@pytest.mark.parametrize("family", RUNS_ON)
-def test_packed_documents_run_as_the_model_itself_runs_them(family: str) -> None:
-    """States and convolutions run on across documents in transformers' own code; so they do here."""
-    model, _ = pair(family)
-    if not takes_positions(model):
-        pytest.skip("has no positions")
-    tokens = tokens_of(1)
-    positions = torch.cat([torch.arange(10), torch.arange(T - 10)])[None]
-    own = model(tokens, position_ids=positions, use_cache=False).logits
-    with Attachment.of(model).on():
-        assert gap(model(tokens, position_ids=positions, use_cache=False).logits, own) <= CLOSE
-
-
-# Ladders: what drift reads is what the model attends with
-
-
-def attended(family: str, model: Any, names: list[str], norms: list[str]) -> Any:
-    """What goes into some modules, and q and k [heads,K] of the attention modules `names`, for one token at positions
-    0, 7 and 14. A single token attends to itself, so that RoPE alone tells its position (and RG-LRU, which starts at
-    0)."""
-    inputs: dict[str, Tensor] = {}
-    heard: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in names}
-    of = {id(model.get_submodule(name)): name for name in names}
-
-    def before(path: str) -> Any:
-        def hook(_m: Any, args: Any, kwargs: Any) -> None:
-            inputs.setdefault(path, (args[0] if args else kwargs["hidden_states"]).double().flatten())
-
-        return hook
-
-    def listen(module: nn.Module, q: Tensor, k: Tensor, *_: Any) -> None:
-        heard[of[id(module)]].append((q[0, :, 0].double(), k[0, :, 0].double()))
-
-    handles = [model.get_submodule(p).register_forward_pre_hook(before(p), with_kwargs=True) for p in norms]
-    with Attachment.of(model).on(), listening(listen):
-        for position in (0, 7, 14):
-            model(tokens_of(1, 1), use_cache=False, position_ids=torch.tensor([[position]]))
-    for handle in handles:
-        handle.remove()
-    return inputs, heard
-
-
-@pytest.mark.parametrize("family", SOFTMAX)
-def test_query_and_key_maps_are_what_the_model_attends_with(family: str, tmp_path: Path) -> None:
-    """At position 0 q and k are what the folded maps make of the input, up to what q/k norms divide out; at another one
-    the pairs that RoPE is said to turn keep their lengths, and all other dimensions their values."""
-    model, loaded = pair(family)
-    model.save_pretrained(tmp_path / "checkpoint-1")
-    checkpoint = Checkpoint(tmp_path / "checkpoint-1", 1)
-    sites, softmax = qk_projections(checkpoint.path), [s for s in loaded.sites if s.softmax]
-    assert [(s.layer, s.kind, s.heads, s.kv_heads, s.head_dim) for s in sites] == [
-        (s.layer, s.kind, s.heads, s.kv_heads, s.key_dim) for s in softmax
-    ]
-    norms = [
-        s.name if site.gain is None else ".".join([s.name.rpartition(".")[0], site.gain.split(".")[-2]])
-        for site, s in zip(sites, softmax, strict=True)
-    ]
-    inputs, heard = attended(family, model, [s.name for s in softmax], norms)
-    for site, s, norm in zip(sites, softmax, norms, strict=True):
-        if not site.form:
-            assert family in NO_FORM
-            continue
-        x = inputs[norm]
-        if site.gain is not None:
-            x = x - x.mean() if site.centred else x
-            x = x / x.square().mean().sqrt()
-        maps = read_maps(checkpoint, site, list(range(site.heads)), list(range(site.kv_heads)))
-        a, b = site.pairs()
-        rest = [d for d in range(site.head_dim) if d not in {*a, *b}]
-        order = [*rest, *a, *b]
-        for heads, at_0, at_7, at_14 in zip((maps.q, maps.k), *heard[s.name], strict=True):
-            made = torch.stack([m.folded @ torch.cat([x, x.new_ones(1)])[: m.folded.shape[1]] for m in heads])
-            made = made[:, order]
-            # (MLA's rotary part comes sorted into firsts and seconds of its pairs)
-            sort = slice(None) if site.k_latent is not None else order
-            at_0, at_7, at_14 = (x[:, sort] for x in (at_0, at_7, at_14))
-            plain, half = len(rest), len(a)
-            shared = site.head_dim - site.k_shared_rows  # latents are normed, the shared rows not
-            if site.over_all:
-                assert same_direction(made.flatten(), at_0.flatten())
-            else:
-                assert same_direction(made[:, :shared], at_0[:, :shared])
-                assert shared == site.head_dim or same_direction(made[:, shared:], at_0[:, shared:])
-            lengths = [x[:, plain : plain + half].square() + x[:, plain + half :].square() for x in (at_7, at_14)]
-            assert gap(lengths[1], lengths[0]) <= CLOSE
-            assert gap(at_14[:, :plain], at_7[:, :plain]) <= CLOSE
-            assert half == 0 or gap(at_14[:, plain:], at_7[:, plain:]) > 1e-3
-            assert (half > 0) == s.rope
-
-
-def takes_positions(model: Any) -> bool:
-    return "position_ids" in inspect.signature(type(model).forward).parameters
-
-
-def same_direction(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and (a.numel() == 0 or float(torch.cosine_similarity(a, b, dim=-1).min()) > 1 - 1e-6)
-
-
-def test_the_table_in_the_docs_is_what_is_found() -> None:
-    page = (Path(__file__).parents[2] / "docs/families.md").read_text()
-    assert family_table.table() in page, "python tests/hooks/family_table.py prints the table"
-
-
-@pytest.mark.parametrize("family", SOFTMAX)
-def test_ladders_of_every_family(family: str, tmp_path: Path) -> None:
-    """Drift is zero at the reference and positive elsewhere."""
-    model = build(family)
-    for step in (1, 2):
-        model.save_pretrained(tmp_path / f"checkpoint-{step}")
-        for p in model.parameters():
-            p.mul_(1 + 0.1 * torch.randn_like(p))
-    warned = family in NO_FORM
-    with pytest.warns(UserWarning, match="is NaN") if warned else contextlib.nullcontext():
-        table = hs.qk_drift(tmp_path)
-    assert set(table.maps) == {"effective" if pair(family)[1].sites[-1].key_dim == 12 else "slice"}
-    columns = ["q", "k"] if warned else ["q", "k", "bilinear_rel"]
-    assert (table[table.step == 2][columns] == 0).all(axis=None)
-    assert (table[table.step == 1][columns] > 0).all(axis=None)
-    assert table["head"].max() == H - 1
-
-
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear", "minimax", "falcon_h1", "recurrent_gemma", "gpt_oss"])
-def test_heads_are_tracked_over_a_ladder(family: str, tmp_path: Path) -> None:
-    model, loaded = pair(family)
-    build(family, seed=1).save_pretrained(tmp_path / "checkpoint-1")
-    model.save_pretrained(tmp_path / "checkpoint-2")
-    site = next(s for s in reversed(loaded.sites) if s.softmax)
-    needles = hs.make_needles(2, T, language=hs.TokenLanguage(V, keys=4, values=4), values=4)
-    table = hs.track(tmp_path, needles, heads=[(site.layer, site.index, H - 1)])
-    assert table.step.tolist() == [1, 2]
-    assert (table.entropy > 0).all()
-    assert table.entropy.nunique() == 2

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import D, build
-from test_families import CAP, tokens_of
+from families import CAP, D, build, tokens_of
 
 import hybridscope as hs
 

@@ -1,23 +1,19 @@
-"""Retrieval heads, on a model whose heads were set by hand: scores in closed form, ranks, and what ablation shows."""
+"""Retrieval heads, on a model whose heads were set by hand: scores in closed form."""
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 
-import numpy as np
 import planted
 import pytest
 import torch
-from helpers import model_of
-from planted import HEAD, LANGUAGE, MASS, STRONG, WEAK, T, needles
+from planted import LANGUAGE, MASS, STRONG, WEAK, T, needles
+from retrieval_prompts import CLOSE, score_of, told, unanswerable
 
 import hybridscope as hs
-from hybridscope.probes.causal import random_heads
-from hybridscope.probes.retrieval import emitted, head_scores, published_prompts
+from hybridscope.probes.retrieval import head_scores, published_prompts
 
-CLOSE = 1e-9
 SINGLE = 1e-7  # what is normalised by a log taken in fp32
 
 
@@ -29,32 +25,6 @@ def model():
 @pytest.fixture(scope="module")
 def prompts():
     return needles(24, depth=(0.1, 0.9))
-
-
-def score_of(table, layer, head) -> float:
-    return float(table.query("layer == @layer and head == @head")["score"].iloc[0])
-
-
-def unanswerable(prompts: hs.Needles, which: slice) -> hs.Needles:
-    """The same prompts, some without their needle."""
-    tokens = prompts.tokens.clone()
-    tokens[which] = prompts.removed[which]
-    return dataclasses.replace(prompts, tokens=tokens)
-
-
-def told(value: list[int], key: int = 3) -> hs.Needles:
-    """One prompt with a value of several tokens."""
-    filler = LANGUAGE.first_filler
-    start = [0, filler, filler + 1, LANGUAGE.MARKER, key]
-    tokens = torch.tensor([[*start, *value, filler + 2, filler + 3, LANGUAGE.MARKER, key, *value[:-1]]])
-    A, end = len(value), tokens.shape[1]
-    span = torch.tensor([[len(start), len(start) + A]])
-    none = torch.tensor([-1])
-    return hs.Needles(
-        tokens=tokens, answer_rows=torch.arange(end - A, end)[None], answers=torch.tensor([value]),
-        spans={"needle": span + torch.tensor([-2, 0]), "value": span}, labels={"value": none, "depth": none},
-        group=torch.tensor([0]), depth=torch.tensor([0.5]),
-    )  # fmt: skip
 
 
 # Scores
@@ -217,43 +187,6 @@ def test_the_qr_score_needs_to_know_the_question(model):
         hs.retrieval_heads(model, told([LANGUAGE.first_value]), "qr")
 
 
-# How sure the ranking is
-
-
-def test_intervals_hold_the_score_and_the_rank(model, prompts):
-    half = unanswerable(prompts, slice(0, 12))
-    table = hs.retrieval_heads(model, half, "mass", only_answered=False)
-    assert ((table["low"] < table["score"] + CLOSE) & (table["score"] < table["high"] + CLOSE)).all()
-    best, second = table.iloc[0], table.iloc[1]
-    assert best["high"] - best["low"] > 0.1  # 0.9 on half of the prompts
-    assert best[["rank_low", "rank_high"]].tolist() == [1, 1]  # ... and yet the best on every draw
-    assert second[["rank_low", "rank_high"]].tolist() == [2, 2]
-
-
-def test_heads_that_cannot_be_told_apart_share_their_ranks(model, prompts):
-    table = hs.retrieval_heads(model, prompts)  # copy: two score 1 on every prompt, the others 0
-    assert table["rank_low"].tolist() == [1] * 2 + [3] * 6
-    assert table["rank_high"].tolist() == [2] * 2 + [8] * 6
-    assert (table["low"] == table["high"]).all()
-
-
-def test_at_chance_no_head_is_surely_the_best():
-    """A random model on random prompts: the leader's interval of ranks is not [1, 1]."""
-    made = hs.make_needles(40, 40, values=LANGUAGE.values, language=LANGUAGE)
-    table = hs.retrieval_heads(model_of("full", "full", heads=8, d_model=32), made, "mass", only_answered=False)
-    assert table["rank_high"].iloc[0] > 1
-    assert (table["score"] < 0.2).all()
-
-
-def test_more_prompts_narrow_the_intervals(model):
-    def width(n: int) -> float:
-        made = unanswerable(needles(n), slice(0, n // 2))
-        best = hs.retrieval_heads(model, made, "mass", only_answered=False).iloc[0]
-        return best["high"] - best["low"]
-
-    assert width(64) < 0.7 * width(16)
-
-
 # compat="qiao2026"
 
 
@@ -283,121 +216,3 @@ def test_compat_finds_values_of_several_tokens_and_not_their_parts():
     assert where[0].nonzero()[:, 0].tolist() == list(range(*once.spans["value"][0].tolist()))
     _, overlapping = published_prompts(told([v, v, v]))
     assert int(overlapping.sum()) == 3
-
-
-# Which prompts count
-
-
-def test_only_prompts_that_the_model_answers_count_unless_asked(model, prompts):
-    half = unanswerable(prompts, slice(0, 12))
-    found = hs.retrieval_heads(model, half, "mass")
-    assert (found["n"] == 12).all()
-    assert score_of(found, 1, 0) == pytest.approx(MASS, abs=CLOSE)
-    everything = hs.retrieval_heads(model, half, "mass", only_answered=False)
-    assert (everything["n"] == 24).all()
-    assert score_of(everything, 1, 0) == pytest.approx((MASS + 1 / T) / 2, abs=CLOSE)
-
-
-def test_a_model_that_answers_nothing_is_an_error_that_says_what_to_do(prompts):
-    silent = planted.planted({})
-    with pytest.raises(ValueError, match=r"answers none of the 24 prompts.*only_answered=False"):
-        hs.retrieval_heads(silent, prompts)
-    assert (hs.retrieval_heads(silent, prompts, only_answered=False)["score"] == 0).all()
-
-
-def test_decoding_agrees_with_teacher_forcing_where_the_model_answers(model):
-    short = hs.make_needles(12, T - 1, values=8, language=LANGUAGE)
-    forced, decoded = (hs.retrieval_heads(model, short, generate=g) for g in (False, True))
-    assert forced.equals(decoded)
-
-
-def test_decoding_scores_what_the_model_says():
-    """A random model says something else; its own answer is then what it answers."""
-    model = model_of("gdn", "full", n_kv_heads=2)
-    made = told([18, 19, 20])
-    own = emitted(model, made)
-    start = int(made.query_row[0]) + 1
-    says = model.generate(made.tokens[:, :start], 3)[:, start:]
-    assert torch.equal(own.answers, says)
-    assert not torch.equal(own.answers, made.answers)
-    assert hs.needle_accuracy(model, own) == 1
-    assert torch.equal(own.tokens[:, :start], made.tokens[:, :start])
-
-
-def test_window_heads_are_ranked_on_request_only(model, prompts):
-    table = hs.retrieval_heads(model, prompts, full_only=False)
-    assert set(table["kind"]) == {"full", "window"}
-    with pytest.raises(ValueError, match="no full sites to rank; it has: window"):
-        hs.retrieval_heads(model_of("swa:4", "swa:8"), prompts)
-    with pytest.raises(ValueError, match="no softmax sites to rank; it has: recurrent"):
-        hs.retrieval_heads(model_of("gdn"), prompts, full_only=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"score": "sum"}, "score='sum'"),
-        ({"rows": "all"}, "rows='all'"),
-        ({"rows": "published"}, 'score="mass"'),
-        ({"rows": "published", "score": "qr"}, 'score="mass"'),
-        ({"compat": "wu2024"}, "compat='wu2024'"),
-        ({"compat": "qiao2026", "score": "copy"}, 'goes with score="mass"'),
-        ({"null_query": [3]}, "null_query"),
-        ({"score": "qr", "null_query": []}, "null_query"),
-        ({"bootstrap": 0}, "bootstrap=0"),
-    ],
-)
-def test_unknown_choices_are_errors(model, prompts, options, named):
-    with pytest.raises(ValueError, match=named):
-        inspect.unwrap(hs.retrieval_heads)(model, prompts, **options)
-
-
-# The causal check
-
-
-def test_ablating_the_planted_head_kills_accuracy_and_random_heads_do_not(model, prompts):
-    heads = hs.retrieval_heads(model, prompts, "mass")
-    effect = hs.causal_check(model, needles(16, seed=9), heads, k=1, draws=4)
-    accuracy = effect.groupby("ablated")["accuracy"].agg(["min", "max"])
-    assert accuracy.loc["none"].tolist() == [1, 1]
-    assert accuracy.loc["top"].tolist() == [0, 0]
-    assert accuracy.loc["random"].tolist() == [1, 1]
-    assert (effect["ablated"] == "random").sum() == 4
-    top = effect.query("ablated == 'top'").iloc[0]
-    assert top[["effect", "effect_low", "effect_high"]].tolist() == [1, 1, 1]
-    assert effect["effect"].notna().sum() == 1
-    assert ((effect["low"] <= effect["accuracy"]) & (effect["accuracy"] <= effect["high"])).all()
-    assert top["high"] == pytest.approx(1.96**2 / (16 + 1.96**2), abs=1e-4)  # none of 16 is not surely none
-
-
-def test_heads_that_do_nothing_have_no_effect(model, prompts):
-    heads = hs.retrieval_heads(model, prompts, "mass", full_only=True)
-    idle = heads[heads["layer"] == 2]
-    effect = hs.causal_check(model, prompts, idle, k=2, draws=3)
-    assert effect.query("ablated == 'top'")[["effect", "effect_low", "effect_high"]].to_numpy().tolist() == [[0, 0, 0]]
-
-
-def test_a_model_that_answers_nothing_has_nothing_to_lose_and_says_so(model, prompts):
-    heads = hs.retrieval_heads(model, prompts)
-    with pytest.warns(UserWarning, match="answers none of the 24 prompts"):
-        effect = hs.causal_check(planted.planted({}), prompts, heads, k=1, draws=2)
-    assert (effect["accuracy"] == 0).all()
-
-
-def test_random_heads_come_from_the_same_sites_and_spare_the_top_where_they_can(model):
-    for seed in range(20):
-        picked = random_heads(model, [HEAD, (2, 0, 1), (2, 0, 2)], np.random.default_rng(seed))
-        assert sorted(layer for layer, _, _ in picked) == [1, 2, 2]
-        assert len(set(picked)) == 3
-        assert HEAD not in picked
-        assert {(2, 0, 0), (2, 0, 3)} == {h for h in picked if h[0] == 2}
-    crowded = random_heads(model, [(1, 0, 0), (1, 0, 1), (1, 0, 2)], np.random.default_rng(0))
-    assert (1, 0, 3) in crowded
-    assert len(set(crowded)) == 3
-
-
-@pytest.mark.parametrize("k", [0, 9])
-def test_more_heads_than_the_table_has_is_an_error(model, prompts, k):
-    heads = hs.retrieval_heads(model, prompts)
-    with pytest.raises(ValueError, match=rf"k={k}: expected 1\.\.8"):
-        hs.causal_check(model, prompts, heads, k=k)
