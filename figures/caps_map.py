@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from .caps import measured
 from .labels import settle
 from .layers import cell_points, layer_strip, stack_of, strip_height
-from .style import MAGNITUDE, SINGLE, SMALL, bar, dress, frame, key, new_figure, text_on
+from .style import MAGNITUDE, SINGLE, SMALL, SPAN, bar, dress, frame, key, new_figure, text_on
 from .tables import Rows, check, overall, pick, single
 
 NAME = "cap_heatmap"
@@ -28,7 +28,8 @@ MISSING = {**FREE, "hatch": "...."}
 
 
 def cap_heatmap(table: pd.DataFrame, *, value: str | None = None, width: float | int = SINGLE) -> Figure:
-    """Change against uncapped for every single layer (x) capped at every window (y); darker is more harm.
+    """Change against uncapped for every single layer (x) capped at every window (y): white is none, or for the better;
+    darker is more harm.
 
     Reads kind, layer, window, sinks, binds and `value`, one of delta_needle_accuracy, delta_log_ppl (by
     default the first that holds numbers); site and mixer where present; uses the rows over all needles with
@@ -51,10 +52,10 @@ def cap_heatmap(table: pd.DataFrame, *, value: str | None = None, width: float |
     figure = new_figure(width, sum(heights) + 0.8)
     panels = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
     layer_strip(panels[-1], stack, NAME, positions=range(len(stack)))
-    low, high = float(rows[column].min()), float(rows[column].max())
-    harmless_high = column == "delta_needle_accuracy"
-    scale = Normalize(min(0.0, low), max(0.0, high, low + 1e-9))
-    shades = MAGNITUDE.reversed() if harmless_high else MAGNITUDE
+    if column == "delta_needle_accuracy":  # harm is a fall
+        scale, shades = Normalize(min(-SPAN, float(rows[column].min())), 0), MAGNITUDE.reversed()
+    else:
+        scale, shades = Normalize(0, max(SPAN, float(rows[column].max()))), MAGNITUDE
     wide = cell_points(len(stack), width + 0.35) > 5.5 * 0.64 * SMALL
     for axes, sinks in zip(panels, settings, strict=False):
         image = _panel(axes, pick(rows, sinks=sinks), stack, windows, column, scale, shades, wide)

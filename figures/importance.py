@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from .caps_map import FREE
 from .labels import settle
 from .layers import layer_strip, stack_of, strip_height
-from .style import GREY, INK, SINGLE, SMALL, dress, key, kind_style, new_figure
+from .style import GREY, INK, SINGLE, SMALL, SPAN, dress, key, kind_style, new_figure
 from .tables import Rows, check, numbers, pick, single
 
 NAME = "layer_importance"
@@ -63,7 +63,7 @@ def _panel(axes: Axes, rows: Rows, stack: Rows, settings: list[Any]) -> None:
         colors = [kind_style(kind, NAME).color for kind in bars["kind"]]
         at, shade = x - 0.4 + wide * (i + 0.5), SHADES[min(i, len(SHADES) - 1)]
         axes.bar(at, numbers(bars, "importance"), wide, color=colors, alpha=shade, label=f"{int(sinks)} sinks")
-    high, low = max(float(rows["importance"].max()), 1e-9), min(float(rows["importance"].min()), 0.0)
+    high, low = max(SPAN, float(rows["importance"].max())), min(float(rows["importance"].min()), 0.0)
     axes.set_ylim(low * 1.1, low * 1.1 + (high - low * 1.1) * 1.45)  # room for the ranks
     axes.axhline(0, color=INK, linewidth=0.6)
     axes.spines["bottom"].set_visible(False)

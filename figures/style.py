@@ -30,6 +30,8 @@ SMALL, TEXT = 7.0, 8.0
 INK, GREY, PALE = "#222222", "#6E6E6E", "#E4E4E4"
 MAGNITUDE = LinearSegmentedColormap.from_list("magnitude", ["white", "#9A9A9A", "#222222"])
 """Colour map of heat maps: dark is strong."""
+SPAN = 0.01
+"""Least change that a scale spans: without one, a table of no changes is drawn over the rounding."""
 Color: TypeAlias = str | tuple[float, float, float] | tuple[float, float, float, float]
 
 

@@ -10,43 +10,45 @@ import torch
 from torch import Tensor
 
 from .kernels.windowed import check_cap
-from .sites import Site, switched
+from .sites import Site, switched, whole_number
 
 Edit = Callable[[Tensor, Tensor | None], Tensor]
+FAR = 2**30  # longer than any context; caps and sinks are cut to it, since kernels count in int32
 
 
 @contextlib.contextmanager
-def cap(
-    model: Any, layers: Mapping[Any, int | None] | None, *, sinks: int, kinds: Mapping[str, int | None]
-) -> Iterator[None]:
+def cap(model: Any, layers: Any, *, sinks: Any, kinds: Mapping[str, Any]) -> Iterator[None]:
     """See `Instrumented.cap`."""
     named = _named_sites(model, layers, kinds)
-    if not isinstance(sinks, int) or sinks < 0:
+    first = whole_number(sinks)
+    if first is None or first < 0:
         raise ValueError(f"sinks={sinks!r}: expected a whole number >= 0")
-    for site, limit in named.items():
-        check_site_cap(site, limit)
-        if sinks and not site.softmax:
+    limits = {site: check_site_cap(site, limit) for site, limit in named.items()}
+    for site in named:
+        if first and not site.softmax:
             raise ValueError(
-                f"sinks={sinks}: {site.name} is {site.kind} ({site.mixer}) and has no keys to keep; "
+                f"sinks={first}: {site.name} is {site.kind} ({site.mixer}) and has no keys to keep; "
                 "cap it without sinks, nested if need be"
             )
-    changes = [(site, "cap", limit) for site, limit in named.items()]
-    changes += [(site, "sinks", sinks) for site in named]
+    changes = [(site, "cap", limit) for site, limit in limits.items()]
+    changes += [(site, "sinks", min(first, FAR)) for site in named]
     with switched(model, changes):
         yield
 
 
-def check_site_cap(site: Site, limit: int | None) -> None:
-    """ValueError when `limit` is not a cap that `site` can take."""
+def check_site_cap(site: Site, limit: Any) -> int | None:
+    """The cap as the site holds it; ValueError when `limit` is not one that it can take."""
     if limit is None:
-        return
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        return None
+    number = whole_number(limit)
+    if number is None or number < 1:
         raise ValueError(f"cap of {site.name}: {limit!r}; expected a whole number >= 1 (the query counts) or None")
     refuse_opaque(site, "cap")
     try:
-        check_cap(limit, site.conv)
+        check_cap(number, site.conv)
     except ValueError as error:
         raise ValueError(f"{site.name}: {error}") from None
+    return min(number, FAR)
 
 
 def refuse_opaque(site: Site, what: str) -> None:
@@ -57,20 +59,22 @@ def refuse_opaque(site: Site, what: str) -> None:
         )
 
 
-def _named_sites(
-    model: Any, layers: Mapping[Any, int | None] | None, kinds: Mapping[str, int | None]
-) -> dict[Site, int | None]:
+def _named_sites(model: Any, layers: Any, kinds: Mapping[str, Any]) -> dict[Site, Any]:
+    if not isinstance(layers, Mapping | None):
+        raise ValueError(f"cap: layers={layers!r}: expected layers or (layer, site) with their caps, {{3: 128}}")
     if not layers and not kinds:
         raise ValueError("cap: name a kind (full=..., window=..., recurrent=...) or layers ({3: 128})")
-    named: dict[Site, int | None] = {}
+    named: dict[Site, Any] = {}
     present = sorted({s.kind for s in model.sites})
     for kind, limit in kinds.items():
         if kind not in present:
             raise ValueError(f"cap: this model has no {kind!r} sites; it has: {', '.join(present)}")
         named.update({s: limit for s in model.sites if s.kind == kind})
     for key, limit in (layers or {}).items():
-        layer, index = key if isinstance(key, tuple) else (key, None)
-        named.update(dict.fromkeys(model.sites.select(layer, index), limit))
+        place = key if isinstance(key, tuple) else (key,)
+        if isinstance(key, tuple) and len(key) != 2:
+            raise ValueError(f"cap: layers has the key {key!r}; expected a layer or (layer, site)")
+        named.update(dict.fromkeys(model.sites.select(*place), limit))
     return named
 
 
@@ -85,7 +89,7 @@ def ablate(model: Any, heads: Sequence[tuple[int, ...]], how: str, reference: Te
         raise ValueError(f"heads={heads!r}: expected a list of (layer, head) or (layer, site, head)")
     chosen: dict[Site, list[int]] = {}
     for head in heads:
-        site, number = model.sites.head(tuple(head))
+        site, number = model.sites.head(head)
         refuse_opaque(site, "ablate")
         chosen.setdefault(site, []).append(number)
     means = _head_means(model, list(chosen), reference) if reference is not None else {}
@@ -145,30 +149,27 @@ def _head_means(model: Any, sites: list[Site], reference: Tensor) -> dict[Site, 
 
 
 @contextlib.contextmanager
-def knockout(
-    model: Any, rows: Any, keys: Any, layers: Sequence[int] | None, heads: Sequence[tuple[int, ...]] | None
-) -> Iterator[None]:
+def knockout(model: Any, rows: Any, keys: Any, layers: Any, heads: Any) -> Iterator[None]:
     """See `Instrumented.knockout`."""
     if layers is not None and heads is not None:
         raise ValueError("knockout: give layers or heads, not both")
-    rows_ = torch.as_tensor(rows, dtype=torch.int64)
-    rows_ = rows_[None] if rows_.ndim == 1 else rows_
-    if rows_.ndim != 2 or (rows_.numel() and int(rows_.min()) < 0):
-        raise ValueError("rows: expected token columns >= 0, as a list or [B,R]")
-    mask = _key_mask(keys)
+    rows_, mask = _row_columns(rows), _key_mask(keys)
     targets: dict[Site, list[int] | None] = {}
     if heads is not None:
-        for head in heads:
-            site, number = model.sites.head(tuple(head))
+        for head in _listed("heads", heads):
+            site, number = model.sites.head(head)
             numbers = targets.setdefault(site, [])
             assert numbers is not None
             numbers.append(number)
     elif layers is not None:
-        for layer in layers:
+        for layer in _listed("layers", layers):
             here = model.sites.select(layer)
             targets.update(dict.fromkeys([s for s in here if s.softmax] or here))
     else:
         targets = {s: None for s in model.sites if s.softmax}
+        if not targets:
+            present = ", ".join(sorted({s.kind for s in model.sites}))
+            raise ValueError(f"knockout: this model has no softmax sites to cut edges from; it has: {present}")
     for site in targets:
         if not site.softmax:
             raise ValueError(
@@ -178,15 +179,45 @@ def knockout(
         yield
 
 
+def _listed(name: str, given: Any) -> list[Any]:
+    try:
+        found = list(given)
+    except TypeError:
+        found = []
+    if not found:
+        raise ValueError(f"knockout: {name}={given!r}: expected a list of at least one; None means all")
+    return found
+
+
+def _tensor(given: Any) -> Tensor | None:
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):  # None, text, lists of several lengths
+        return None
+
+
+def _are_columns(x: Tensor) -> bool:
+    whole = x.dtype != torch.bool and not x.is_floating_point() and not x.is_complex()
+    return whole and x.numel() > 0 and int(x.min()) >= 0
+
+
+def _row_columns(rows: Any) -> Tensor:
+    """Query columns [1 or B, R]."""
+    r = _tensor(rows)
+    if r is None or r.ndim not in (1, 2) or (r.numel() and not _are_columns(r)):
+        raise ValueError(f"rows: expected token columns >= 0, as a list or [B,R]; got {rows!r:.80}")
+    return r.long() if r.ndim == 2 else r.long()[None]
+
+
 def _key_mask(keys: Any) -> Tensor:
     """Key columns as a bool mask [1 or B, N]."""
-    k = torch.as_tensor(keys)
-    if not k.numel():
+    k = _tensor(keys)
+    if k is not None and not k.numel():
         return torch.zeros(1, 1, dtype=torch.bool)
-    if k.dtype == torch.bool and k.ndim in (1, 2):
+    if k is not None and k.dtype == torch.bool and k.ndim in (1, 2):
         return k if k.ndim == 2 else k[None]
-    if k.ndim != 1 or k.is_floating_point() or int(k.min()) < 0:
-        raise ValueError("keys: expected a list of token columns >= 0, or a bool mask [T] or [B,T]")
+    if k is None or k.ndim != 1 or not _are_columns(k):
+        raise ValueError(f"keys: expected a list of token columns >= 0, or a bool mask [T] or [B,T]; got {keys!r:.80}")
     mask = torch.zeros(1, int(k.max()) + 1, dtype=torch.bool)
     mask[0, k.long()] = True
     return mask

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +29,18 @@ class Instrumented:
     chained: frozenset[int] = frozenset()  # layers whose sites run one after the other, not side by side
 
     def cap(
-        self, layers: Mapping[Any, int | None] | None = None, *, sinks: int = 0, **kinds: int | None
+        self,
+        layers: Mapping[Any, SupportsIndex | None] | None = None,
+        *,
+        sinks: SupportsIndex = 0,
+        **kinds: SupportsIndex | None,
     ) -> AbstractContextManager[None]:
         """Limit how far back sites see, in tokens, the query counted: by kind (`full=2048`, `recurrent=512`,
         `window=64`) or by layer or (layer, site) (`{3: 128}`). None lifts an outer cap. `sinks=n` leaves the
         first n keys visible to full and window sites, where they were visible without the cap.
 
-        Raises ValueError for a kind or layer the model does not have, a cap < 1 or smaller than a
-        convolution, or sinks on a recurrent site.
+        Raises ValueError for a kind or layer the model does not have, a cap that is no whole number, < 1 or smaller
+        than a convolution, or sinks on a recurrent site.
 
         >>> with model.cap(full=2048, sinks=4): logits = model(tokens)
         """
@@ -100,6 +104,9 @@ class Instrumented:
 
         `rows`: columns, a list or [B,R]. `keys`: columns, a list, or a bool mask [T] or [B,T]. On the softmax
         sites of `layers` (None: all), or only on `heads`. A row that loses every key reads zeros.
+
+        Raises ValueError for rows or keys that are no columns, where nothing is named (empty rows, layers or heads),
+        and where what is named, or the whole model, has no softmax.
         """
         from .caps import knockout
 

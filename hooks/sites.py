@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -108,8 +109,11 @@ class Sites(list[Site]):
         widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
         return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
-    def select(self, layer: int, index: int | None = None) -> list[Site]:
+    def select(self, layer: Any, index: Any = None) -> list[Site]:
         """The sites of one layer (or the one with `index`); ValueError names what is not there."""
+        if whole_number(layer) is None or (index is not None and whole_number(index) is None):
+            site = "" if index is None else f" site {index!r}"
+            raise ValueError(f"layer {layer!r}{site}: expected whole numbers")
         found = [s for s in self if s.layer == layer and index in (None, s.index)]
         if not found:
             layers = sorted({s.layer for s in self})
@@ -119,19 +123,33 @@ class Sites(list[Site]):
             raise ValueError(f"layer {layer} does not exist; this model has sites in layers {layers[0]}..{layers[-1]}")
         return found
 
-    def head(self, head: tuple[int, ...]) -> tuple[Site, int]:
-        """The site and head number that (layer, head) or (layer, site, head) names; ValueError where the layer has
-        several sites and none is named."""
-        if len(head) not in (2, 3):
-            raise ValueError(f"head {head!r}: expected (layer, head) or (layer, site, head)")
-        layer, number = int(head[0]), int(head[-1])
-        site, *others = self.select(layer, int(head[1]) if len(head) == 3 else None)
+    def head(self, head: Any) -> tuple[Site, int]:
+        """The site and head number that (layer, head) or (layer, site, head) names; ValueError where it names neither,
+        and where the layer has several sites and none is named."""
+        try:
+            numbers = [whole_number(part) for part in head]
+        except TypeError:
+            numbers = []
+        if len(numbers) not in (2, 3) or None in numbers:
+            raise ValueError(f"head {head!r}: expected (layer, head) or (layer, site, head), whole numbers")
+        layer, *index, number = (n for n in numbers if n is not None)
+        site, *others = self.select(layer, *index)
         if others:
             count = 1 + len(others)
             raise ValueError(f"head {tuple(head)}: layer {layer} has {count} sites; expected (layer, site, head)")
         if not 0 <= number < site.heads:
             raise ValueError(f"head {tuple(head)}: {site.name} has heads 0..{site.heads - 1}")
         return site, number
+
+
+def whole_number(value: Any) -> int | None:
+    """`value` as an int where it is one, numpy's and torch's among them; None for all else, booleans too."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 _owners: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()

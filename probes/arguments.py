@@ -7,12 +7,27 @@ from typing import Any
 
 from torch import Tensor
 
+from ..hooks.sites import whole_number
 
-def at_least_one(**counts: int) -> None:
-    """ValueError naming the first of these counts that is below 1."""
+
+def at_least_one(**counts: Any) -> None:
+    """ValueError naming the first of these counts that is no whole number or below 1."""
     for name, count in counts.items():
-        if not count >= 1:
-            raise ValueError(f"{name}={count}: expected >= 1")
+        if (whole_number(count) or 0) < 1:
+            raise ValueError(f"{name}={count}: expected >= 1, a whole number")
+
+
+def whole_numbers(name: str, values: Any, least: int) -> list[int]:
+    """These numbers in their order, each once; ValueError for what is no list, an empty one, and for what is no whole
+    number or below `least`."""
+    try:
+        found = [whole_number(value) for value in values]
+    except TypeError:
+        found = []
+    kept = [number for number in dict.fromkeys(found) if number is not None and number >= least]
+    if not kept or len(kept) < len(set(found)):
+        raise ValueError(f"{name}={values!r}: expected a list of whole numbers >= {least}")
+    return kept
 
 
 def check_prompts(needles: Sequence[Any] | Any) -> None:
@@ -21,13 +36,13 @@ def check_prompts(needles: Sequence[Any] | Any) -> None:
         raise ValueError("needles: no prompts given; expected at least one")
 
 
-def check_documents(tokens: Any, least: int = 1) -> None:
-    """ValueError for what is not documents [B,T] of at least `least` tokens."""
+def check_documents(tokens: Any, least: int = 1, name: str = "tokens") -> None:
+    """ValueError, naming the argument `name`, for what is not documents [B,T] of at least `least` tokens."""
     shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else None
     if shape is None or len(shape) != 2 or shape[0] < 1 or shape[1] < least:
         found = type(tokens).__name__ if shape is None else f"shape {shape}"
         more = f" with T >= {least}" if least > 1 else ""
-        raise ValueError(f"tokens: {found}; expected a tensor of documents [B,T]{more}")
+        raise ValueError(f"{name}: {found}; expected a tensor of documents [B,T]{more}")
 
 
 def head_tuples(heads: Iterable[Any]) -> list[tuple[int, ...]]:

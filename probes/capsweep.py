@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, SupportsIndex
 
 import pandas as pd
 import torch
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ..hooks.caps import check_site_cap
 from ..hooks.sites import Site
+from .arguments import at_least_one, check_documents, check_prompts, whole_numbers
 from .finite import finite_loss
 from .needles import Needles, score_answers
 from .perplexity import bucket_edges
@@ -26,23 +27,25 @@ def cap_sweep(
     texts: Tensor | None = None,
     *,
     kinds: Sequence[str] | None = None,
-    windows: Sequence[int],
-    sinks: Sequence[int] = (0, 4),
+    windows: Iterable[SupportsIndex],
+    sinks: Iterable[SupportsIndex] = (0, 4),
     by_layer: bool = False,
     by_distance: bool | int | Sequence[int] = False,
     batch: int = 16,
 ) -> pd.DataFrame:
     """Needle accuracy and log-perplexity under every cap, each from one pass over what was given.
 
-    [kind, layer, site, mixer, window, sinks, binds, distance_low, distance_high, n, within, log_ppl, delta_log_ppl,
-    needle_accuracy, delta_needle_accuracy, answer_loss, delta_answer_loss, reach]. The first row, kind "none", is the
-    uncapped model; deltas are against it. `layer` and `site` are -1 where a whole kind is capped; with `by_layer` each
-    site is capped alone (sites of parallel layers one by one). `window` and `reach` (how far the capped stack still
-    sees; NaN: unbounded) are in tokens. `log_ppl` (nats a token, `texts` [N,T]) is over the same positions for all
-    settings: those at or after the largest window that `texts` can feel. `answer_loss`: mean loss on the answers,
-    nats a token. `binds` is False where a cap cannot change anything (it is no tighter than the site's own window, or
-    with its sinks as long as the input): such a setting is not run and repeats the uncapped row. Recurrent sites are
-    run without sinks (arXiv 2606.15378, section on receptive-field caps).
+    [kind, layer, site, mixer, window, sinks, binds, distance_low, distance_high, n, within, positions, log_ppl,
+    delta_log_ppl, needle_accuracy, delta_needle_accuracy, answer_loss, delta_answer_loss, reach]. The first row, kind
+    "none", is the uncapped model (one that is capped already is refused); deltas are against it. `layer` and `site` are
+    -1 where a whole kind is capped; with `by_layer` each site is capped alone (sites of parallel layers one by one).
+    `window` and `reach` (how far the capped stack still sees; NaN: unbounded) are in tokens. `log_ppl` (nats a token,
+    `texts` [N,T]) is over the same positions for all settings: those at or after the largest window that `texts` can
+    feel. `positions` is how many each text has of them (0 where `log_ppl` is NaN): few, where that window is nearly as
+    long as the texts. `answer_loss`: mean loss on the answers, nats a token. `binds` is False where a cap cannot change
+    anything (it is no tighter than the site's own window, or with its sinks as long as the input): such a setting is
+    not run and repeats the uncapped row. Recurrent sites are run without sinks (arXiv 2606.15378, section on
+    receptive-field caps).
 
     `by_distance` adds a row per setting and bucket [distance_low, distance_high) of tokens from the query back to the
     needle's value (NaN in the rows over all needles): True puts the edges at the windows, so that a cap of w reaches
@@ -50,7 +53,9 @@ def cap_sweep(
     `n`: needles in the row; `within`: the share of them whose value a capped site sees directly, distance < window or
     among the sinks (on the row "none": what any site sees).
 
-    Raises ValueError for a kind the model does not have, or when neither needles nor texts are given.
+    Windows, sinks and kinds that are given twice are run once. Raises ValueError, before anything runs, for a kind the
+    model does not have, for windows or sinks that are no whole numbers, for empty lists, under an active `model.cap`,
+    or when neither needles nor texts are given.
 
     >>> hs.cap_sweep(model, needles, kinds=["full", "window"], windows=[8, 16, 32], by_distance=True)
     """
@@ -58,15 +63,18 @@ def cap_sweep(
         raise ValueError("cap_sweep: give needles, texts, or both")
     if needles is None and by_distance is not False:
         raise ValueError("cap_sweep: by_distance is about needles, and none were given")
-    check_windows(windows)
-    present = list(dict.fromkeys(s.kind for s in model.sites))
-    for kind in kinds or ():
-        if kind not in present:
-            raise ValueError(f"cap_sweep: this model has no {kind!r} sites; it has: {', '.join(present)}")
+    at_least_one(batch=batch)
+    if needles is not None:
+        check_prompts(needles)
+    if texts is not None:
+        check_documents(texts, name="texts")
+    windows, sinks = whole_numbers("windows", windows, least=1), whole_numbers("sinks", sinks, least=0)
+    refuse_caps(model, "cap_sweep")
+    kinds = _present(model, kinds)
     first = 0 if texts is None else _first(texts, windows)
     settings = [
         Setting(kind, sites, w, s, by_layer)
-        for kind, sites in _targets(model, kinds or present, by_layer)
+        for kind, sites in _targets(model, kinds, by_layer)
         for w in windows
         for s in (sinks if sites[0].softmax else (0,))
     ]
@@ -74,9 +82,10 @@ def cap_sweep(
         for site in setting.sites:
             check_site_cap(site, setting.window)  # before anything runs
     buckets = [] if needles is None else _buckets(needles, windows, by_distance)
+    positions = 0 if texts is None else texts.shape[1] - 1 - first
     base = _measure(model, needles, texts, first, batch)
     free = Setting("none", list(model.sites), None, 0)
-    rows = list(_rows(free, False, base, base, model.reach(), needles, buckets))
+    rows = list(_rows(free, False, base, base, model.reach(), needles, positions, buckets))
     for setting in tqdm(settings, desc="caps", disable=None):
         # The last token of a text predicts nothing, so its row does not count.
         felt = needles if needles is not None and setting.binds(needles.tokens.shape[1]) else None
@@ -84,7 +93,7 @@ def cap_sweep(
         binds = felt is not None or read is not None
         with model.cap({(s.layer, s.index): setting.window for s in setting.sites}, sinks=setting.sinks):
             result = _measure(model, felt, read, first, batch).over(base) if binds else base
-            rows.extend(_rows(setting, binds, result, base, model.reach(), needles, buckets))
+            rows.extend(_rows(setting, binds, result, base, model.reach(), needles, positions, buckets))
     return pd.DataFrame(rows)
 
 
@@ -142,10 +151,27 @@ class Measured:
         return dataclasses.replace(base, **mine)
 
 
-def check_windows(windows: Sequence[int]) -> None:
-    """ValueError unless these are caps."""
-    if not windows or any(not isinstance(w, int) or isinstance(w, bool) or w < 1 for w in windows):
-        raise ValueError(f"windows={windows!r}: expected whole numbers >= 1")
+def refuse_caps(model: Any, measurement: str) -> None:
+    """ValueError for a model that is capped already: what it is compared with would not be the uncapped model."""
+    for site in model.sites:
+        if site.cap is not None:
+            raise ValueError(
+                f"{measurement}: {site.name} is capped at {site.cap} already; expected a model outside `cap`, since "
+                "deltas are against the uncapped one"
+            )
+
+
+def _present(model: Any, kinds: Any) -> list[str]:
+    """The kinds to cap, each once (None: all of the model's); ValueError for what the model does not have."""
+    present = list(dict.fromkeys(s.kind for s in model.sites))
+    if kinds is None:
+        return present
+    if isinstance(kinds, str) or not len(kinds):
+        raise ValueError(f"kinds={kinds!r}: expected a list of kinds, some of: {', '.join(present)}; None means all")
+    for kind in kinds:
+        if kind not in present:
+            raise ValueError(f"cap_sweep: this model has no {kind!r} sites; it has: {', '.join(present)}")
+    return list(dict.fromkeys(kinds))
 
 
 def _first(texts: Tensor, windows: Sequence[int]) -> int:
@@ -196,7 +222,7 @@ def _measure(model: Any, needles: Needles | None, texts: Tensor | None, first: i
 
 def _rows(
     setting: Setting, binds: bool, result: Measured, base: Measured, reach: int | None, needles: Needles | None,
-    buckets: Sequence[tuple[int, int]],
+    positions: int, buckets: Sequence[tuple[int, int]],
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """A row over all needles and texts, then one per bucket."""
     seen = None if needles is None else setting.sees(needles)
@@ -208,7 +234,8 @@ def _rows(
         yield {
             **setting.names(), "binds": binds, "distance_low": float(low), "distance_high": float(high),
             "n": 0 if needles is None else len(needles) if pick is None else int(pick.sum()),
-            "within": _mean(seen, pick), "log_ppl": ppl[0], "delta_log_ppl": ppl[0] - ppl[1],
+            "within": _mean(seen, pick), "positions": positions if every else 0, "log_ppl": ppl[0],
+            "delta_log_ppl": ppl[0] - ppl[1],
             "needle_accuracy": accuracy[0], "delta_needle_accuracy": accuracy[0] - accuracy[1],
             "answer_loss": loss[0], "delta_answer_loss": loss[0] - loss[1],
             "reach": math.nan if reach is None else float(reach),

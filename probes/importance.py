@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, SupportsIndex
 
 import pandas as pd
 from tqdm import tqdm
 
 from ..hooks.caps import check_site_cap
-from .capsweep import Setting, check_windows
+from .arguments import at_least_one, check_prompts, whole_numbers
+from .capsweep import Setting, refuse_caps
 from .needles import Needles, score_answers
 
 
@@ -17,8 +18,8 @@ def layer_importance(
     model: Any,
     needles: Needles,
     *,
-    windows: Sequence[int],
-    sinks: Sequence[int] = (0,),
+    windows: Iterable[SupportsIndex],
+    sinks: Iterable[SupportsIndex] = (0,),
     kind: str = "full",
     others: Literal["uncapped", "capped"] = "uncapped",
     batch: int = 16,
@@ -39,18 +40,22 @@ def layer_importance(
     full text was not at hand), the other layers are windowed there (`others="capped"`) and answer tokens see
     everything; here a cap holds on every row.
 
-    Raises ValueError for a kind the model does not have.
+    Windows and sinks that are given twice are run once. Raises ValueError, before anything runs, for a kind the model
+    does not have, for windows or sinks that are no whole numbers, for empty lists, or under an active `model.cap`.
 
     >>> hs.layer_importance(model, needles, windows=[512], sinks=(4,)).query("rank <= 4")
     """
-    check_windows(windows)
+    at_least_one(batch=batch)
+    check_prompts(needles)
+    windows, sinks = whole_numbers("windows", windows, least=1), whole_numbers("sinks", sinks, least=0)
+    refuse_caps(model, "layer_importance")
     if others not in ("uncapped", "capped"):
         raise ValueError(f'others={others!r}: expected "uncapped" or "capped"')
     sites = [s for s in model.sites if s.kind == kind]
     if not sites:
         present = ", ".join(dict.fromkeys(s.kind for s in model.sites))
         raise ValueError(f"layer_importance: this model has no {kind!r} sites; it has: {present}")
-    sinks = sinks if sites[0].softmax else (0,)
+    sinks = sinks if sites[0].softmax else [0]
     for window in windows:
         for site in sites:
             check_site_cap(site, window)  # before anything runs

@@ -98,8 +98,10 @@ def cap(
     from ...probes.importance import layer_importance
     from ..report import show_caps
     from ..sources import documents_for
+    from ..tables import provenance, save_table
 
-    kinds, file = split(kind), place("importance" if rank else "cap-layers" if by_layer else "cap", source, out)
+    kinds = list(dict.fromkeys(_listed("kind", kind)))
+    file = place("importance" if rank else "cap-layers" if by_layer else "cap", source, out)
     if rank and not by_layer:
         raise ValueError("--rank: ranks layers that are capped one at a time; give --by-layer as well")
     if rank and len(kinds) > 1:
@@ -107,8 +109,10 @@ def cap(
     model = load_source(source)
     needles = needles_of(model, source, n, length, haystack, None, seed)
     tokens = needles.tokens.shape[1]
-    windows = [number("window", w) for w in split(window)] or [max(1, tokens // 2**i) for i in (1, 2, 3, 4)]
-    keep_first = [number("sinks", s) for s in split(sinks)]
+    least = max((site.conv for site in model.sites), default=1)  # no cap is narrower than a convolution
+    windows = [number("window", w) for w in _listed("window", window)]
+    windows = windows or [max(least, tokens // 2**i) for i in (1, 2, 3, 4)]
+    keep_first = [number("sinks", s) for s in _listed("sinks", sinks)]
     if rank:
         table = layer_importance(model, needles, windows=windows, sinks=keep_first, kind=[*kinds, "full"][0])
         show(table)
@@ -118,9 +122,19 @@ def cap(
         model, needles, texts, kinds=kinds or None, windows=windows, sinks=keep_first, by_layer=by_layer,
         by_distance=not by_layer,
     )  # fmt: skip
+    saved = save_table(table, file, provenance("cap", source, n=n, seed=seed))  # before anything is drawn
     show_caps(table, file)
+    print(saved)
     draw = figures.cap_heatmap if by_layer else figures.cap_curves
-    keep(table, "cap", source, file, lambda: draw(table), n=n, seed=seed)
+    print(figures.save(draw(table), file.with_suffix(".png")))
+
+
+def _listed(name: str, values: tuple[str, ...]) -> list[str]:
+    """A list of the command line; ValueError where one was given that holds nothing."""
+    found = split(values)
+    if values and not found:
+        raise ValueError(f"--{name} {' '.join(values)}: expected at least one")
+    return found
 
 
 def heads(

@@ -103,6 +103,25 @@ def test_cap_heatmap_holds_the_table_and_darkens_with_harm(value):
     assert image.cmap(image.norm(0.0))[0] > 0.9
 
 
+@pytest.mark.parametrize(("value", "sign"), [("delta_needle_accuracy", -1), ("delta_log_ppl", 1)])
+@pytest.mark.parametrize(
+    "harm", [[0.0, 0.0], [0.0, -0.1], [-0.3, -0.1], [0.0, 1e-12], [0.0, 0.4], [-0.3, 0.4], [0.2, 0.4]]
+)
+def test_cap_heatmap_is_white_without_harm_and_darkest_at_the_most(value, sign, harm):
+    table = tables.caps(["full", "full"], sinks=(0,), windows=(4,))
+    table.loc[table["layer"] >= 0, value] = [sign * h for h in harm]
+    image = figures.cap_heatmap(table, value=value).axes[0].images[0]
+    colors = [image.cmap(image.norm(sign * h)) for h in harm]
+    assert image.cmap(image.norm(0.0))[:3] == (1, 1, 1)
+    for color, amount in zip(colors, harm, strict=True):
+        assert (color[:3] == (1, 1, 1)) is (amount < 1e-9)
+    if max(harm) > 0.01:
+        assert colors[np.argmax(harm)] == image.cmap(image.norm(sign * 9.0))
+        assert colors[np.argmax(harm)][0] < 0.2
+    low, high = sorted(image.get_clim())
+    assert high - low == pytest.approx(max(0.01, *harm))
+
+
 def test_cap_heatmap_gives_parallel_sites_a_column_each():
     table = tables.caps(["full", "full"], sinks=(0,)).assign(site=0, mixer="full")
     beside = table.query("layer == 1").assign(site=1, kind="window", mixer="swa:8", delta_needle_accuracy=-0.25)
@@ -158,6 +177,13 @@ def test_layer_importance_draws_a_bar_per_site_and_setting_and_writes_the_ranks(
         assert [round(t.get_position()[0]) for t in axes.texts] == [0, 1, 2]
     hatched = [patch for patch in figure.axes[1].patches if patch.get_hatch()]
     assert [round(p.get_x() + 0.5) for p in hatched] == [3]
+
+
+@pytest.mark.parametrize("values", [0.0, 1e-12])
+def test_layer_importance_of_nothing_is_no_plot_of_rounding(values):
+    table = tables.importance().assign(importance=values, binds=False)
+    for axes in figures.layer_importance(table).axes[:2]:
+        assert np.ptp(axes.get_ylim()) > 0.01
 
 
 def test_formation_follows_the_top_heads_by_final_mass_and_their_mean():

@@ -18,7 +18,8 @@ from hybridscope.probes.needles import score_answers
 
 COLUMNS = [
     "kind", "layer", "site", "mixer", "window", "sinks", "binds", "distance_low", "distance_high", "n", "within",
-    "log_ppl", "delta_log_ppl", "needle_accuracy", "delta_needle_accuracy", "answer_loss", "delta_answer_loss", "reach",
+    "positions", "log_ppl", "delta_log_ppl", "needle_accuracy", "delta_needle_accuracy", "answer_loss",
+    "delta_answer_loss", "reach",
 ]  # fmt: skip
 
 
@@ -192,6 +193,23 @@ def test_what_was_not_given_is_nan(hybrid, model, prompts):
     assert list(needles_only) == list(texts_only) == COLUMNS
 
 
+@pytest.mark.parametrize(("windows", "positions"), [([4, 18], 1), ([4], 15), ([4, 18, 99], 1)])
+def test_it_says_how_many_positions_it_is_over(hybrid, windows, positions):
+    """The last token of a text predicts nothing, and windows that no text can feel do not count."""
+    texts = tokens_of(3, 20)
+    table = hs.cap_sweep(hybrid, texts=texts, kinds=["full"], windows=windows, sinks=(0,))
+    assert (table["positions"] == positions).all()
+    assert hybrid.loss(texts, per_token=True)[:, -positions:].mean().item() == pytest.approx(table["log_ppl"].iloc[0])
+
+
+def test_no_positions_are_read_where_there_is_no_perplexity(model, prompts):
+    texts = planted.needles(3).tokens
+    table = hs.cap_sweep(model, prompts, texts, kinds=["full"], windows=[8], sinks=(0,), by_distance=True)
+    assert table.loc[table["distance_low"].isna(), "positions"].tolist() == [T - 1 - 8] * 2
+    assert (table.loc[table["distance_low"].notna(), "positions"] == 0).all()
+    assert (hs.cap_sweep(model, prompts, kinds=["full"], windows=[8], sinks=(0,))["positions"] == 0).all()
+
+
 # What binds
 
 
@@ -272,35 +290,3 @@ def test_the_model_is_left_uncapped(model, prompts):
     hs.cap_sweep(model, prompts, windows=[5])
     assert not any(site.active for site in model.sites)
     assert hs.needle_accuracy(model, prompts) == 1
-
-
-# Errors
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"kinds": ["conv"]}, "no 'conv' sites; it has: window, full"),
-        ({"windows": []}, "windows"),
-        ({"windows": [0, 8]}, "windows"),
-        ({"texts": torch.zeros(1, 9, dtype=torch.int64)}, "9 tokens; the largest window 8"),
-        ({"sinks": (-1,)}, "sinks=-1"),
-        ({"by_distance": [5, 3]}, "by_distance"),
-        ({"by_distance": 0}, "by_distance=0"),
-    ],
-)
-def test_what_cannot_be_measured_is_an_error(model, prompts, options, named):
-    with pytest.raises(ValueError, match=named):
-        hs.cap_sweep(model, prompts, **{"windows": [8], **options})
-
-
-def test_needles_or_texts_are_needed(model):
-    with pytest.raises(ValueError, match="needles, texts, or both"):
-        hs.cap_sweep(model, windows=[8])
-    with pytest.raises(ValueError, match="by_distance is about needles"):
-        hs.cap_sweep(model, texts=tokens_of(1, 20), windows=[8], by_distance=True)
-
-
-def test_a_cap_shorter_than_a_convolution_is_an_error(hybrid):
-    with pytest.raises(ValueError, match="convolution"):
-        hs.cap_sweep(hybrid, texts=tokens_of(1, 20), kinds=["recurrent"], windows=[2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 
+import numpy as np
 import planted
 import pytest
 import torch
@@ -142,12 +143,33 @@ def test_loss_on_answers_is_the_mean_over_each_samples_own_tokens(hybrid):
         ({"kind": "conv"}, "no 'conv' sites; it has: window, full"),
         ({"windows": []}, "windows"),
         ({"windows": [0]}, "windows"),
-        ({"sinks": (-1,)}, "sinks=-1"),
+        ({"windows": 8}, "windows=8: expected a list of whole numbers >= 1"),
+        ({"windows": [8.0]}, r"windows=\[8.0\]: expected"),
+        ({"sinks": (-1,)}, r"sinks=\(-1,\): expected a list of whole numbers >= 0"),
+        ({"sinks": []}, r"sinks=\[\]: expected"),
+        ({"sinks": [True]}, r"sinks=\[True\]: expected"),
+        ({"sinks": None}, "sinks=None: expected"),
+        ({"batch": 1.5}, "batch=1.5: expected"),
     ],
 )
 def test_what_cannot_be_ranked_is_an_error(model, prompts, options, named):
+    rank = inspect.unwrap(hs.layer_importance)  # without the checks of types that the tests add
     with pytest.raises(ValueError, match=named):
-        hs.layer_importance(model, prompts, **{"windows": [8], **options})
+        rank(model, prompts, **{"windows": [8], **options})
+
+
+def test_settings_that_are_given_twice_are_ranked_once(hybrid):
+    model, made = hybrid
+    table = hs.layer_importance(model, made, windows=np.array([5, 3, 5]), sinks=[2, 2])
+    assert table[["window", "sinks", "rank"]].to_numpy().tolist() == [
+        [w, 2, rank] for w in (5, 3) for rank in (1, 2, 3)
+    ]
+
+
+def test_a_capped_model_is_refused(hybrid):
+    model, made = hybrid
+    with model.cap(window=2), pytest.raises(ValueError, match="capped at 2 already; expected a model outside `cap`"):
+        hs.layer_importance(model, made, windows=[5])
 
 
 def test_options_are_named_where_they_are_wrong(model, prompts):
