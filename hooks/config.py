@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 # What each mixer is to the user (DESIGN: "kind").
 KINDS = {
@@ -110,10 +111,10 @@ def ratio(mixer: str, n: int | str | None, full: str = "full", at: int | None = 
         if not re.fullmatch(r"\d+:1", n):
             raise ValueError(f"ratio: n={n!r}; expected N:1 or pure, as in {', '.join(RATIOS)}")
         n = int(n[:-2])
-    if not isinstance(n, int) or n < 1:
+    if not is_whole(n) or n < 1:
         raise ValueError(f"ratio: n={n} efficient layers per full layer; expected a whole n >= 1, or None for pure")
-    if at is not None and not 0 <= at <= n:
-        raise ValueError(f"ratio: at={at}; expected the full layer's place in its group of {n + 1}, 0..{n}")
+    if at is not None and not (is_whole(at) and 0 <= at <= n):
+        raise ValueError(f"ratio: at={at!r}; expected the full layer's place in its group of {n + 1}, 0..{n}")
     layers = [mixer] * n
     layers.insert(n if at is None else at, full)
     return tuple(layers)
@@ -150,7 +151,8 @@ class HybridConfig:
     d_model: int
     """Residual width D."""
     n_heads: int
-    """Query heads H of the attention mixers; heads of the recurrent ones unless `mixers` says otherwise."""
+    """Query heads H of the attention mixers; heads of the recurrent ones unless `mixers` says otherwise (then in
+    every layer: beside "|" too)."""
     vocab_size: int
     _: dataclasses.KW_ONLY
     n_kv_heads: int | None = None
@@ -179,6 +181,13 @@ class HybridConfig:
         for field in ("n_kv_heads", "head_dim", "d_ff", "context"):
             if getattr(self, field) is not None:
                 _at_least_one(field, getattr(self, field))
+        for field in ("rope_base", "norm_eps", "init_std"):
+            value = getattr(self, field)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise ValueError(f"{field}={value!r}: expected a finite number > 0")
+        for field in ("qk_norm", "tie_embeddings"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field}={getattr(self, field)!r}: expected True or False")
         if self.norm not in ("rms", "layer"):
             raise ValueError(f"norm={self.norm!r}: expected 'rms' or 'layer'")
         self.layers = _resolve_layers(self.pattern, self.n_layers)
@@ -264,8 +273,13 @@ class HybridConfig:
         return cls(**data)
 
 
+def is_whole(value: Any) -> TypeGuard[int]:
+    """Whether `value` is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _at_least_one(field: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not is_whole(value) or value < 1:
         raise ValueError(f"{field}={value!r}: expected a whole number >= 1")
 
 

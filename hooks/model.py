@@ -95,8 +95,9 @@ class HybridLM(Instrumented, HookedRootModule):
     `model(tokens)` maps [B,T] token ids to logits [B,T,vocab]. `attention_mask` [B,T] (1: real) may pad
     anywhere; logits at padding mean nothing. `cache` continues an earlier call. `documents` [B,T] numbers packed
     documents, which do not see each other; inside the pass (hooks, recorders) each is a sample of its own, whose
-    columns count from its first token. Raises
-    ValueError for ids outside the vocabulary or more tokens than `config.context`.
+    columns count from its first token. Raises ValueError for ids outside the vocabulary, more tokens than
+    `config.context`, a mask with values other than 0 and 1, and a cache made by another model or with other samples (it
+    stays as it was).
 
     >>> model = HybridLM(HybridConfig(("swa:64", "full"), 4, 128, 4, 1000))
     >>> with model.cap(full=32): logits = model(tokens)

@@ -157,6 +157,12 @@ def _entries(source: str, foreign: Mapping[str, Tensor], module: nn.Module) -> l
     if source not in KEYS:
         raise ValueError(f"unknown source {source!r} of weights; known: {', '.join(sorted(KEYS))}")
     have, found = module.state_dict(), []
+    for x in "qkv" if "conv.weight" in have else "":  # in ours they are one tensor, which any widths of that sum fit
+        conv, rows = foreign.get(f"{x}_conv1d.weight"), have.get(f"{x}_proj.weight")
+        if conv is not None and rows is not None and conv.shape[0] != rows.shape[0]:
+            raise ValueError(
+                f"{source}: {x}_conv1d.weight {list(conv.shape)} does not fit {x}_proj.weight {list(rows.shape)}"
+            )
     for theirs, ours, *groups in KEYS[source]:
         names = ours.split()
         if names and not any(name in have for name in names):

@@ -11,7 +11,7 @@ from transformer_lens.hook_points import HookPoint
 
 from ..attend import attend
 from ..config import KINDS, HybridConfig, Slot, parse_mixer
-from ..passes import Pass
+from ..passes import Pass, Shapes
 from ..sites import Site
 from .layers import RMSNorm, rope
 
@@ -55,6 +55,12 @@ class Attention(nn.Module):
         k, v, view = run.attend_to(site, k, v, position)
         z = self.hook_z(attend(site, q, k, v, view=view))
         return self.o_proj(z.flatten(-2))
+
+    def cached(self, batch: int) -> dict[str, Shapes]:
+        """What a cache of this site holds."""
+        site = self.site
+        keys, values = (batch, site.kv_heads, site.key_dim), (batch, site.kv_heads, site.value_dim)
+        return {site.name: {"keys": keys, "values": values}}
 
     @torch.no_grad()
     def init_weights(self, std: float) -> None:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import HybridConfig
-from ..passes import Pass
+from ..passes import Pass, Shapes
 from .layers import shift
 from .recurrent import init_linears
 from .rwkv6 import Depth
@@ -32,6 +32,10 @@ class ChannelMix7(nn.Module):
         before = run.restore(shift(inputs, None if old is None else old.conv))
         run.keep(self.name, old, inputs, 2)
         return before - x
+
+    def cached(self, batch: int) -> dict[str, Shapes]:
+        """What a cache of this channel mix holds."""
+        return {self.name: {"last inputs": (batch, 1, self.shift.numel())}}
 
     def forward(self, x: Tensor, run: Pass) -> Tensor:
         return self.down_proj(F.relu(self.up_proj(x + self.before(x, run) * self.shift)).square())

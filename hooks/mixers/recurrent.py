@@ -14,15 +14,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from ..config import Slot
 from ..kernels.dispatch import recur
-from ..kernels.recurrence import Read, plain
-from ..kernels.windowed import Ring, capped, carried_keys
-from ..passes import Pass, StateCache
+from ..kernels.recurrence import Read, plain, without_autocast
+from ..kernels.windowed import Ring, capped, carried_keys, windowed
+from ..passes import Pass, Shapes, StateCache
 from ..sites import Site
+
+FEW = 256  # of `steps`: what the tokens one by one and together cost alike, measured on a CPU at caps of 64 and 1,024
 
 
 class Recurrent(nn.Module):
@@ -62,6 +65,21 @@ class Recurrent(nn.Module):
         """What weights on the values at hook_v need beside the terms: `write` and `bonus` [B,T,H], as in
         `kernels/implicit_stats.py`."""
         return {}
+
+    @property
+    def channels(self) -> int | None:
+        """Channels C of `inputs`: the convolution's, or for a token shift the model's; None where it has neither."""
+        conv = getattr(self, "conv", None)
+        if conv is not None:
+            return conv.weight.shape[0]
+        return self.o_proj.out_features if self.site.conv > 1 else None
+
+    def cached(self, batch: int) -> dict[str, Shapes]:
+        """What a cache of this site holds."""
+        site, channels = self.site, self.channels
+        B, H, K, V = batch, site.heads, site.key_dim, site.value_dim
+        held: Shapes = {"state": (B, H, K, V)} if site.cap is None else {"keys": (B, H, K), "values": (B, H, V)}
+        return {site.name: held if channels is None else {**held, "last inputs": (B, site.conv - 1, channels)}}
 
     def init_weights(self, std: float) -> None:
         """Matrices Normal(0, std); mixers add their published gates."""
@@ -106,15 +124,41 @@ class Recurrent(nn.Module):
 
 
 def steps(ring: Ring, terms: dict[str, Any], run: Pass, read: Read = "after") -> Tensor:
-    """The tokens of a call through the ring, one by one: [B,T,H,V]."""
+    """The tokens of a call through the ring: [B,T,H,V]. A few go one by one, many together."""
     q, k, dtype = terms["q"], terms["k"], terms["v"].dtype
     v, log_decay, a, b = plain(**{name: y for name, y in terms.items() if name != "q"})
     terms = {"q": q, "k": k, "v": v, "log_decay": log_decay, **({} if a is None else {"a": a, "b": b})}
+    if 8 * run.length >= FEW + ring.keys.shape[2]:
+        return _together(ring, run, read, **terms).to(dtype)
     out = []
     for t in range(run.length):
         real = None if run.real is None else t < run.count
         out.append(ring.step(**{name: y[:, t] for name, y in terms.items()}, real=real, read=read))
     return torch.stack(out, 1).to(dtype)
+
+
+@without_autocast
+def _together(ring: Ring, run: Pass, read: Read, **terms: Tensor) -> Tensor:
+    """`steps` for several tokens: the capped pass over the ring's, which are carried to now and so neither decay nor
+    erase, and these."""
+    m, n = ring.keys.shape[2], min(ring.cap, ring.keys.shape[2] + run.length)
+    kept = {"k": ring.keys.transpose(1, 2), "v": ring.values.transpose(1, 2)}
+    terms = {name: x.to(ring.keys.dtype) for name, x in terms.items()}
+    before = {name: kept.get(name, x.new_zeros(len(x), m, *x.shape[2:])) for name, x in terms.items()}
+    whole = {name: torch.cat([before[name], x], 1) for name, x in terms.items()}
+    out = windowed(**whole, window=ring.cap - ring.conv + 1, read=read)[:, m:]
+    free = ring.seen[:, None] + torch.arange(run.length, device=out.device) < ring.cap  # of the cap
+    first = int(free.sum(1).max()) if ring.conv > 1 else 0
+    if first:
+        head, _ = recur(**{name: x[:, : m + first] for name, x in whole.items()}, read=read)
+        head = torch.where(free[:, :first, None, None], head[:, m:], out[:, :first])
+        out = torch.cat([head, out[:, first:]], 1)
+    tail = {name: run.last(x, n, F.pad(before[name], (0, 0, 0, 0, n - m, 0))) for name, x in terms.items()}
+    del tail["q"]
+    ring.values = tail.pop("v").transpose(1, 2)
+    ring.keys = carried_keys(**tail).transpose(1, 2)
+    ring.seen = ring.seen + run.count
+    return out
 
 
 def ring_of(terms: dict[str, Any], run: Pass, cap: int, conv: int) -> Ring:
