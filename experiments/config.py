@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import re
 import tomllib
 import types
 import typing
@@ -21,7 +23,8 @@ class ModelConfig:
     """The hybrid to train; see HybridConfig for what the fields mean."""
 
     pattern: list[str]
-    """One period of the layer pattern, tiled over n_layers."""
+    """The first layers, repeated over n_layers in this order (a TOML list is tiled, unlike HybridConfig's): ["gdn",
+    "full"] with n_layers = 5 is gdn, full, gdn, full, gdn. No longer than n_layers."""
     n_layers: int
     d_model: int
     n_heads: int
@@ -40,7 +43,7 @@ class DataConfig:
     """What to train on: the synthetic token language, or a file of token ids."""
 
     length: int
-    """Tokens T of a sequence; also the model's context."""
+    """Tokens T of a sequence, at least 2; also the model's context."""
     vocab_size: int
     file: str | None = None
     """Little-endian token ids: uint32 where the name ends in .u32, else uint16. None: the token language, which the
@@ -76,6 +79,7 @@ class TrainConfig:
     warmup: int = 100
     weight_decay: float = 0.1
     clip: float = 1.0
+    """Largest norm of the gradient; inf: no clipping."""
     window_schedule: list[list[int | float]] | None = None
     """Windows that the swa layers train with, e.g. [[0.0, 16], [0.5, 512]]: 16 keys, and 512 from half of the steps on.
     A checkpoint's config.json says the window of its last step. None: the pattern's own windows throughout."""
@@ -83,7 +87,7 @@ class TrainConfig:
     """Checkpoints after step 0, evenly spaced, the last at the final step."""
     seed: int = 0
     device: str = "auto"
-    """auto: CUDA where there is one, else the CPU."""
+    """auto: CUDA where there is one, else the CPU; cpu; cuda, or one GPU such as cuda:1."""
     threads: int | None = None
     """CPU threads; None: leave torch's choice."""
     compile: str = "auto"
@@ -107,16 +111,31 @@ class RunConfig:
     train: TrainConfig
 
     def __post_init__(self) -> None:
-        t = self.train
+        t, d = self.train, self.data
         for name in ("steps", "batch", "accumulate", "saves", "threads"):
             if getattr(t, name) is not None and getattr(t, name) < 1:
                 raise ValueError(f"train.{name}={getattr(t, name)}: expected >= 1")
-        d = self.data
+        for name in ("lr", "muon_lr", "warmup", "weight_decay"):
+            if getattr(t, name) is not None and not 0 <= getattr(t, name) < math.inf:
+                raise ValueError(f"train.{name}={getattr(t, name)}: expected a finite number >= 0")
+        if not t.clip > 0:
+            raise ValueError(f"train.clip={t.clip}: expected > 0 (inf: no clipping)")
+        if not 0 <= t.seed < 2**64:
+            raise ValueError(f"train.seed={t.seed}: expected 0..2**64 - 1")
+        if not re.fullmatch(r"auto|(cpu|cuda)(:\d+)?", t.device):
+            raise ValueError(f"train.device={t.device!r}: expected auto, cpu or cuda")
+        if len(self.model.pattern) > self.model.n_layers:
+            raise ValueError(
+                f"model.pattern={self.model.pattern}: {len(self.model.pattern)} layers; expected at most "
+                f"model.n_layers={self.model.n_layers}, over which it is repeated"
+            )
+        if d.length < 2:
+            raise ValueError(f"data.length={d.length}: expected >= 2, a token and the one it predicts")
         if not 0 <= d.copy_share <= 1:
             raise ValueError(f"data.copy_share={d.copy_share}: expected 0..1")
         for name in ("needles", "filler_weight"):
-            if getattr(d, name) < 0:
-                raise ValueError(f"data.{name}={getattr(d, name)}: expected >= 0")
+            if not 0 <= getattr(d, name) < math.inf:
+                raise ValueError(f"data.{name}={getattr(d, name)}: expected a finite number >= 0")
         if d.file is None and not (d.needles or d.copy_share or d.filler_weight):
             raise ValueError("data: no needles, no copies and no weight on filler leave nothing to learn")
         if t.batch % t.accumulate:
@@ -132,6 +151,10 @@ class RunConfig:
             raise ValueError(f'train.muon_lr={t.muon_lr}: only train.optimizer="muon" takes it, not {t.optimizer!r}')
         if t.window_schedule is not None:
             self._check_window_schedule(t.window_schedule)
+        if d.file is None and d.dataset is None:
+            from .corpus import TokenMixture  # needs torch
+
+            TokenMixture(d)  # says what does not fit into data.length
 
     def _check_window_schedule(self, schedule: list[list[int | float]]) -> None:
         starts = [entry[0] for entry in schedule if len(entry) == 2]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
+
+from ..hooks.checkpoint import check_finite
 
 if TYPE_CHECKING:
     from ..hooks.model import HybridLM
@@ -64,9 +67,26 @@ class Team:
             return DistributedDataParallel(model)
         mesh = init_device_mesh(self.device.type, (self.size,))
         for block in model.layers:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, shard_placement_fn=self._placement)
+        fully_shard(model, mesh=mesh, shard_placement_fn=self._placement)
         return model
+
+    def check_muon(self, weights: Mapping[str, Tensor]) -> None:
+        """ValueError for a weight that Muon cannot train in shares: under FSDP each process needs a row of it, or an
+        equal part of its columns."""
+        for name, weight in weights.items():
+            rows, columns = weight.shape
+            if self.parallel == "fsdp" and rows < self.size and self._placement(weight) is None:
+                raise ValueError(
+                    f'train.parallel="fsdp" under train.optimizer="muon": {self.size} processes cannot share {name} '
+                    f'[{rows}, {columns}]; expected at most {rows} processes, a divisor of {columns}, or "ddp"'
+                )
+
+    def _placement(self, weight: Tensor) -> Shard | None:
+        """Columns, where they come out even, for a matrix with fewer rows than processes: to rows that few, DTensor
+        does not add a whole matrix, as Muon's step does. None: rows."""
+        narrow = weight.ndim == 2 and weight.shape[0] < self.size
+        return Shard(1) if narrow and weight.shape[1] % self.size == 0 else None
 
     def gather(self, state: Any) -> Any:
         """A state dict as a process alone would have it, on the first process; on the others it has holes."""
@@ -109,14 +129,29 @@ def whole_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 p.grad = p.grad.redistribute(placements=[Replicate()])
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """`optimizer.load_state_dict` of a whole state dict, split as the optimiser has it."""
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], where: str) -> None:
+    """`optimizer.load_state_dict` of a whole state dict, split as the optimiser has it.
+
+    ValueError, which `where` begins, for a state that is not that of these parameters; the optimiser is as it was.
+    """
+    muon = isinstance(optimizer, torch.optim.Muon)
+    names = {"momentum_buffer"} if muon else {"step", "exp_avg", "exp_avg_sq"}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for index, entry in state["state"].items():
+    saved = state["state"]
+    odd = sorted(set(saved) ^ set(range(len(parameters))))
+    if saved and odd:  # none before the first step
+        raise ValueError(f"{where}: state[{odd[0]}] is missing or unknown; expected 0..{len(parameters) - 1}")
+    for index, entry in saved.items():
         p = parameters[index]
+        if set(entry) != names:
+            raise ValueError(f"{where}: state[{index}] holds {sorted(entry)}; expected {sorted(names)}")
+        for name, value in entry.items():
+            shape = () if name == "step" else tuple(p.shape)
+            if tuple(value.shape) != shape:
+                raise ValueError(f"{where}: state[{index}].{name} has shape {tuple(value.shape)}; expected {shape}")
+        check_finite(entry.items(), f"{where}: state[{index}]")
         if isinstance(p, DTensor):
-            placements = [Replicate()] if isinstance(optimizer, torch.optim.Muon) else p.placements
-            for name, value in entry.items():
-                if value.shape == p.shape:
-                    entry[name] = distribute_tensor(value, p.device_mesh, placements)
+            placements = [Replicate()] if muon else p.placements
+            for name in sorted(names - {"step"}):  # a set's order differs between processes, which meet here
+                entry[name] = distribute_tensor(entry[name], p.device_mesh, placements)
     optimizer.load_state_dict(state)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from ..hooks.checkpoint import atomic_file, read_json, save, write_json
+from ..hooks.checkpoint import atomic_file, check_weights, read_json, save, write_json
 from ..hooks.ladder import RUN
 from ..hooks.mixers.hawk import BlockLinear
 from ..hooks.model import HybridLM
@@ -37,8 +37,8 @@ def train(config: RunConfig, out: str | Path, *, progress: bool = True) -> Path:
     A folder that holds an unfinished run of the same config is resumed exactly where its last checkpoint stands.
     Under torchrun the processes train one model together, on the batches that one process would see, and the first
     writes what one process would write; all must see the folder, and their number may change on resuming.
-    Raises ValueError when the folder holds another run, when the loss stops being finite (naming the step), or when
-    the processes cannot split a batch evenly.
+    Raises ValueError when the folder holds another run or a state to resume from that cannot be read, when the loss
+    stops being finite (naming the step), or when the processes cannot split a batch, or Muon's matrices, evenly.
     """
     folder = Path(out)
     t = config.train
@@ -50,6 +50,7 @@ def train(config: RunConfig, out: str | Path, *, progress: bool = True) -> Path:
     source = corpus(config.data)
     torch.manual_seed(t.seed)
     model = HybridLM(config.hybrid()).to(workers.device)
+    workers.check_muon(_muon_weights(model, config))
     folder.mkdir(parents=True, exist_ok=True)
     run = _start_or_resume(folder, config, data_hash(source, t.seed), workers)
     forward, optimizers, done = _restore(folder, run, config, model, workers)
@@ -120,7 +121,7 @@ def make_optimizers(model: HybridLM, config: RunConfig) -> list[torch.optim.Opti
     """AdamW, in which linear maps and embeddings decay and nothing else does (norms, gates, shifts, convolutions);
     under `train.optimizer = "muon"`, Muon for the weights of linear maps inside the blocks, AdamW for the rest."""
     t = config.train
-    linear = [m.weight for m in model.blocks.modules() if isinstance(m, nn.Linear)] if t.optimizer == "muon" else []
+    linear = list(_muon_weights(model, config).values())
     taken = {id(p) for p in linear}
     rest = [p for p in model.parameters() if id(p) not in taken]
     decayed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding | BlockLinear)}
@@ -141,6 +142,14 @@ def make_optimizers(model: HybridLM, config: RunConfig) -> list[torch.optim.Opti
     return optimizers
 
 
+def _muon_weights(model: HybridLM, config: RunConfig) -> dict[str, nn.Parameter]:
+    """What Muon trains, by name."""
+    if config.train.optimizer != "muon":
+        return {}
+    linear = {id(m.weight) for m in model.blocks.modules() if isinstance(m, nn.Linear)}
+    return {name: p for name, p in model.named_parameters() if id(p) in linear}
+
+
 def schedule(step: int, warmup: int, steps: int) -> float:
     """Learning-rate factor: linear warm-up, then cosine from 1 to 0.1."""
     return min(1.0, (step + 1) / max(1, warmup)) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
@@ -149,10 +158,7 @@ def schedule(step: int, warmup: int, steps: int) -> float:
 def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"train.device={name!r}: expected auto, cpu or cuda") from None
+    device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"train.device={name!r}: this machine has no CUDA device")
     return device
@@ -203,19 +209,32 @@ def _restore(
     state = _last_state(folder, run)
     workers.barrier()  # all have read; from here on the first process writes
     if "model" in state:
+        check_weights(state["model"], model.state_dict(), str(folder / STATE))
         model.load_state_dict(state["model"])
     forward, optimizers = workers.wrap(model), make_optimizers(model, config)
     if "optimizers" in state:
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            load_optimizer(optimizer, saved)
+        for i, (optimizer, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
+            load_optimizer(optimizer, saved, f"{folder / STATE}: optimizers[{i}]")
     return forward, optimizers, state["step"]
 
 
 def _last_state(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
-    """The last checkpoint's state; only its `step` (-1: none) for a new or a finished run."""
+    """The last checkpoint's state; only its `step` (-1: none) for a new or a finished run.
+
+    ValueError names the file where it is missing or broken; nothing is written then.
+    """
     file = folder / STATE
     if file.is_file():
-        return torch.load(file, map_location="cpu", weights_only=True)
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        except Exception as error:  # of many types, by what is wrong with the bytes
+            what = f"truncated or not a state to resume from (torch.load: {type(error).__name__})"
+            raise ValueError(f"{file}: {what}; restore it, or train into another --out") from None
+        keys = {"model", "optimizers", "step"}
+        if not isinstance(state, dict) or set(state) != keys:
+            found = sorted(state) if isinstance(state, dict) else type(state).__name__
+            raise ValueError(f"{file}: holds {found}; expected {sorted(keys)}")
+        return state
     last = max(run["steps"], default=-1)
     if 0 < last < run["config"]["train"]["steps"]:
         raise ValueError(f"{file}: missing; the run stopped after step {last} and cannot go on without it")

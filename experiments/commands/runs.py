@@ -59,10 +59,10 @@ def train(
         sweep = Sweep({name: load_config(config, list(set_))}, {})
     run = next(iter(sweep.runs.values()))
     if dry_run:
+        table, notes = printable(describe(sweep))  # builds the models: what is wrong with one comes before any output
         if len(sweep.runs) == 1:
             print(json.dumps(run.to_dict(), indent=1))
             print(on_meta(run.hybrid()).sites)
-        table, notes = printable(describe(sweep))
         show(table)
         for i, note in enumerate(notes):
             print(f"[{i + 1}] {note}")

@@ -15,6 +15,8 @@ import workers
 from tiny import losses, weights
 
 import hybridscope as hs
+from hybridscope.experiments import train as module
+from hybridscope.experiments.distributed import Team
 from hybridscope.experiments.train import STATE, train
 
 SAVED = [0, 4, 8, 12]
@@ -119,6 +121,21 @@ def test_a_batch_that_the_processes_cannot_split_is_an_error(tmp_path, monkeypat
     with pytest.raises(ValueError, match=r"train\.batch=8: expected a multiple of 4 processes x train\.accumulate=4"):
         train(run, tmp_path / "ladder", progress=False)
     assert not (tmp_path / "ladder").exists()
+
+
+def test_a_matrix_that_the_processes_cannot_share_under_muon_is_an_error(tmp_path, monkeypatch):
+    """Three heads on five processes: neither a row for each, nor 24 columns in equal parts."""
+    five = Team(torch.device("cpu"), size=5, parallel="fsdp")
+    monkeypatch.setattr(module, "team", lambda *_: five)
+    model = ('model.pattern=["gdn", "full"]', "model.d_model=24", "model.n_heads=3", "model.head_dim=8")
+    run = tiny.config(tmp_path, *model, "train.parallel=fsdp", "train.optimizer=muon")
+    named = r"5 processes cannot share blocks\.0\.attn\.\w+_proj\.weight \[3, 24\]; expected at most 3 processes, a div"
+    with pytest.raises(ValueError, match=named):
+        train(run, tmp_path / "ladder", progress=False)
+    assert not (tmp_path / "ladder").exists()
+    three_by_24 = {"weight": torch.zeros(3, 24)}
+    for size, parallel in ((1, "fsdp"), (3, "fsdp"), (4, "fsdp"), (24, "fsdp"), (5, "ddp")):
+        Team(torch.device("cpu"), size=size, parallel=parallel).check_muon(three_by_24)
 
 
 def test_one_process_under_torchrun_is_a_plain_run(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""AdamW by default; with `train.optimizer = "muon"`, Muon for the linear maps inside blocks."""
+"""AdamW by default; with `train.optimizer = "muon"`, Muon for the linear maps inside blocks; and what a step does."""
 
 from __future__ import annotations
 
@@ -94,3 +94,90 @@ def test_a_killed_run_under_muon_goes_on_bit_for_bit(tmp_path, monkeypatch):
 def test_an_unknown_choice_is_an_error(tmp_path, field):
     with pytest.raises(ValueError, match=rf"train\.{field}='sgd': expected \w+ or \w+"):
         tiny.config(tmp_path, f"train.{field}=sgd")
+
+
+# One step
+
+HAWK = ('model.pattern=["hawk", "full"]', "train.optimizer=muon")
+
+
+def stepped(config, *gradients) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Each parameter before and after a step with each of the gradients (functions of the parameter), in float64."""
+    torch.manual_seed(0)
+    model = hs.HybridLM(config.hybrid()).double()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizers = make_optimizers(model, config)
+    for gradient in gradients:
+        for p in model.parameters():
+            p.grad = gradient(p)
+        for optimizer in optimizers:
+            optimizer.step()
+    return {name: (before[name], p.detach()) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("decay", [0.0, 0.1, 0.5])
+def test_without_a_gradient_matrices_shrink_by_lr_times_decay_and_nothing_else_moves(tmp_path, optimizer, decay):
+    overrides = (f"train.optimizer={optimizer}", f"train.weight_decay={decay}", "train.lr=0.1")
+    after = stepped(tiny.config(tmp_path, *HAWK, *overrides), torch.zeros_like)
+    maps = ("_proj.weight", "embed.weight", "_gate.weight")  # the last: hawk's block-diagonal ones
+    assert {name for name in after if name.endswith("_gate.weight")} == {
+        "blocks.0.attn.input_gate.weight", "blocks.0.attn.decay_gate.weight"
+    }  # fmt: skip
+    for name, (before, now) in after.items():
+        factor = 1 - 0.1 * decay if name.endswith(maps) else 1.0
+        assert torch.allclose(now, before * factor, rtol=1e-12, atol=0), name
+
+
+def test_adamw_averages_over_10_gradients_and_20_squares(tmp_path):
+    """Closed form, betas (0.9, 0.95): a gradient of 1, then none, on what does not decay."""
+    after = stepped(tiny.config(tmp_path, *MIXED), torch.ones_like, torch.zeros_like)
+    moved = 1e-2 * (1 + (0.9 / 1.9) / (0.95 / 1.95) ** 0.5)
+    for name in ("ln_final.weight", "blocks.1.attn.conv.weight", "blocks.0.attn.q_norm.weight"):
+        before, now = after[name]
+        assert torch.allclose(before - now, torch.full_like(now, moved), rtol=1e-6), name
+
+
+@pytest.mark.parametrize(("override", "rate"), [((), 1e-2), (("train.muon_lr=3e-2",), 3e-2)])
+def test_muon_moves_matrices_of_every_shape_by_a_fifth_of_the_rate(tmp_path, override, rate):
+    """The size (root mean square) of AdamW's steps (arXiv 2502.16982), whatever the gradient's."""
+    wide = ("model.d_model=64", "model.n_heads=4", "model.d_ff=192", "train.weight_decay=0")
+    config = tiny.config(tmp_path, *MUON, *wide, *override)
+    after = stepped(config, lambda p: 1e-3 * torch.randn_like(p))
+    linear = [name for name in after if name.startswith("blocks.") and name.endswith("_proj.weight")]
+    assert {after[name][0].shape for name in linear} >= {(64, 64), (192, 64), (64, 192)}
+    for name in linear:
+        before, now = after[name]
+        assert (now - before).square().mean().sqrt() == pytest.approx(0.2 * rate, rel=0.2), name
+    before, now = after["embed.weight"]
+    assert (now - before).square().mean().sqrt() == pytest.approx(1e-2, rel=1e-3)  # AdamW's, at train.lr
+
+
+# Clipping
+
+
+def first_gradient(monkeypatch, tmp_path, clip: str) -> torch.Tensor:
+    """The gradient that the first step of a run takes, all parameters in a row."""
+    seen = []
+
+    def make(*args):
+        [optimizer] = make_optimizers(*args)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        optimizer.register_step_pre_hook(lambda *_: seen.append(torch.cat([p.grad.flatten() for p in parameters])))
+        return [optimizer]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "make_optimizers", make)
+        run = tiny.config(tmp_path, "train.steps=1", "train.saves=1", f"train.clip={clip}")
+        train(run, tmp_path / f"clip-{clip}", progress=False)
+    return seen[0]
+
+
+def test_a_gradient_longer_than_clip_is_shortened_to_it_and_a_shorter_one_kept(tmp_path, monkeypatch):
+    whole = first_gradient(monkeypatch, tmp_path, "inf")
+    norm = float(whole.norm())
+    assert norm > 0.1
+    assert torch.equal(first_gradient(monkeypatch, tmp_path, str(2 * norm)), whole)
+    for clip in (norm / 2, 0.01):
+        clipped = first_gradient(monkeypatch, tmp_path, str(clip))
+        assert torch.allclose(clipped, whole * (clip / norm), rtol=1e-4, atol=0)

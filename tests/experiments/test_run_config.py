@@ -33,7 +33,7 @@ def test_the_model_takes_vocabulary_and_context_from_the_data(load):
     assert (hybrid.vocab_size, hybrid.context) == (24, 32)
     assert hybrid.layers == ("swa:4", "full")
     longer = load(tiny.TOML, "model.n_layers=5").hybrid()
-    assert longer.layers == ("swa:4", "full", "swa:4", "full", "swa:4")
+    assert longer.layers == ("swa:4", "full", "swa:4", "full", "swa:4")  # a list in TOML tiles
 
 
 @pytest.mark.parametrize("path", [p for p in sorted(CONFIGS.glob("*.toml")) if not is_sweep(p)], ids=lambda p: p.stem)
@@ -105,11 +105,49 @@ def test_the_last_override_wins(load):
         ("train.muon_lr=0.1", 'train.muon_lr=0.1: only train.optimizer="muon" takes it'),
         ("data.copy_share=1.5", "data.copy_share=1.5"),
         ("data.needles=-1", "data.needles=-1"),
+        ("data.filler_weight=nan", "data.filler_weight=nan: expected a finite number >= 0"),
+        *(
+            (f"train.{f}={v}", rf"train\.{f}={v}(\.0)?: expected a finite number >= 0")
+            for f in ("lr", "weight_decay")
+            for v in ("-1", "inf", "nan")
+        ),
+        ("train.warmup=-5", "train.warmup=-5: expected a finite number >= 0"),
+        *((f"train.clip={v}", rf"train\.clip={v}(\.0)?: expected > 0 \(inf: no clipping\)") for v in (-1, 0, "nan")),
+        ("train.seed=-1", r"train\.seed=-1: expected 0\.\."),
+        (f"train.seed={2**64}", r"train\.seed=\d+: expected 0\.\."),
+        *((f"train.device={d}", f"train.device='{d}': expected auto, cpu or cuda") for d in ("mps", "meta", "cuda:x")),
+        ('model.pattern=["swa:4", "full", "full"]', r"3 layers; expected at most model\.n_layers=2"),
+        ("model.n_layers=1", r"model\.pattern=\['swa:4', 'full'\]: 2 layers; expected at most model\.n_layers=1"),
+        ("data.length=1", "data.length=1: expected >= 2"),
+        ("data.length=12", "data.length=12: 2 needles, each asked again, take 13"),
+        ("data.keys=1", "data.needles=2: more than the 1 keys"),
+        ("data.vocab_size=12", "vocab_size=12: 2 special tokens"),
     ],
 )
 def test_mistakes_are_named(load, override, named):
     with pytest.raises(ValueError, match=named):
         load(tiny.TOML, override)
+
+
+def test_muons_rate_is_checked_like_the_other(load):
+    with pytest.raises(ValueError, match=r"train\.muon_lr=-1\.0: expected a finite number >= 0"):
+        load(tiny.TOML, "train.optimizer=muon", "train.muon_lr=-1.0")
+
+
+@pytest.mark.parametrize("given", ["data.file=ids.u16", "data.dataset=some/text"])
+def test_data_of_ones_own_may_be_short_but_hold_something_to_predict(load, given):
+    assert load(tiny.TOML, given, "data.length=2").data.length == 2
+    with pytest.raises(ValueError, match=r"data\.length=1: expected >= 2"):
+        load(tiny.TOML, given, "data.length=1")
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["train.clip=inf", "train.warmup=0", "train.weight_decay=0", "train.lr=0", f"train.seed={2**64 - 1}",
+     "train.device=cuda:1", "data.length=20", "train.warmup=99"],
+)  # fmt: skip
+def test_what_the_bounds_allow(load, override):
+    load(tiny.TOML, override)
 
 
 @pytest.mark.parametrize("key", ["n_layers", "vocab_size", "batch"])

@@ -135,7 +135,7 @@ def test_only_one_run_can_be_read(write):
         ('"gdn" }', '"gnd" }', "run s1-gdn-pure: .*unknown mixer 'gnd'"),
         ("pattern.ratio", "pattern.ration", r"'model\.pattern\.ration'; the nearest .* 'model\.pattern\.ratio'"),
         ('"3:1"', '"3-1"', "run s1-swa-3to1: ratio: n='3-1'; expected N:1 or pure"),
-        ('"3:1"', '"4:1"', "4 layers never reach 'full'"),
+        ('"3:1"', '"4:1"', r"5 layers; expected at most model\.n_layers=4"),
         ('ratio = "3:1"', "full_at = [4]", r"full_at=\[4\]: expected layers of 0\.\.n_layers-1, n_layers=4"),
         ('ratio = "3:1"', 'full = "full"', "expected either full_at or ratio"),
         ("3to1 =", '"3:1" =', r"value '3:1'; expected letters"),

@@ -17,6 +17,7 @@ CASES = {
     "ddp": ("train.parallel=ddp",),
     "fsdp": ("train.parallel=fsdp",),
     "muon": ("train.parallel=fsdp", "train.optimizer=muon"),
+    "narrow": ("train.parallel=fsdp", "train.optimizer=muon", "model.mixers.gdn.heads=1"),  # maps with a single row
 }
 KILLED = 6  # steps done by a run that is killed; its last checkpoint is step 4
 # Every kind of weight, an odd width that two processes cannot halve, clipping that always binds, micro-batches.
