@@ -26,6 +26,7 @@ from ..attend import attend
 from ..passes import View
 from ..sites import Site
 from .recurrences import MARK, framed, standing_in
+from .rings import checked
 
 NAME = "hybridscope"
 SITE = "hybridscope_site"  # attribute of a module that attends
@@ -245,6 +246,7 @@ class Attachment:
         self.own = [config._attn_implementation for config in self.configs]
         self.depth = 0
         self.mixers: list[nn.Module] | None = None  # recurrent ones that a survey marked; None: look again
+        self.whole: list[nn.Module] = []  # what runs all of them: the model, its backbone
         self._block = contextlib.ExitStack()
 
     @classmethod
@@ -256,6 +258,7 @@ class Attachment:
             model.__dict__["hybridscope_attachment"] = found
         if found.mixers is None and not found.depth:
             found.mixers = [m for m in model.modules() if MARK in m.__dict__]
+            found.whole = [m for m in model.modules() if {*found.mixers} <= {*m.modules()}] if found.mixers else []
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -271,6 +274,7 @@ class Attachment:
                 self._set([NAME] * len(self.own))
                 self._block.enter_context(standing_in(self.mixers or ()))
                 self._block.enter_context(framed(self.mixers or ()))
+                self._block.enter_context(checked(self.whole, [m.__dict__[MARK].site for m in self.mixers or ()]))
             self.depth += 1
         try:
             yield

@@ -27,7 +27,7 @@ class Read:
     of their own), whether it starts from nothing, and how outputs [B,T,H,V] become what the op returns.
 
     `write` [B,T,H]: a factor inside the values, see `kernels/implicit_stats.py`. `dtype`: of the inputs, where the op
-    has 16-bit kernels (None: it scans in fp32).
+    has 16-bit kernels (None: it scans in fp32). `time`: the axis of tokens in what the op returns.
     """
 
     mixer: str
@@ -37,6 +37,7 @@ class Read:
     answer: Callable[[Tensor], Any]
     write: Tensor | None = None
     dtype: torch.dtype | None = None
+    time: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +142,7 @@ def _ssm_scan(a: Arguments) -> Read:
         out = _gated(out, a.get("z"))
         return (out, _no_state(out, x.shape[0], *A.shape)) if last else out
 
-    return Read("mamba", terms, 1, True, answer_channels, write=write)
+    return Read("mamba", terms, 1, True, answer_channels, write=write, time=2)
 
 
 def _ssm_token(a: Arguments) -> Read:

@@ -26,7 +26,7 @@ from ..mixers.recurrent import ring_of, steps
 from ..passes import Pass
 from ..sites import Site
 from .ops import Op, Read, arguments, op_of, wide
-from .rings import keep, rings_of
+from .rings import cache_in, check_caps, given_to, keep, rings_of
 
 MARK = "hybridscope_recurrence"  # attribute of a mixer that is reached
 
@@ -87,8 +87,8 @@ class _StandIn:
         read = self.op.read(arguments(self.function, args, kwargs))
         if frame.note is not None:
             frame.note(frame.mixer, read)
-        out = _under_switches(frame, read) if frame.wanted else None
-        return self.own(args, kwargs) if out is None else read.answer(out)
+        own = functools.partial(self.own, args, kwargs)
+        return _under_switches(frame, read, own) if frame.wanted else own()
 
     def own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op itself. A kernel that transformers bound to it (fla's, where fla is installed) is for GPUs: on a CPU
@@ -181,17 +181,15 @@ def _hooks(mixer: nn.Module, note: Callable[[nn.Module, Read], None] | None) -> 
     def enters(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if module is not mixer:  # a copy made while these hooks are on
             return
-        given = {**_named(module, args), **kwargs}
+        given = given_to(module, args, kwargs)
         x = given.get("hidden_states")
         x = x if isinstance(x, Tensor) else next(v for v in given.values() if isinstance(v, Tensor))
         mask = given.get("attention_mask")
         real = None
         if isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, -x.shape[1] :].all()):
             real = mask[:, -x.shape[1] :].bool()
-        names = ("cache", "past_key_values", "cache_params")
-        cache = next((given[name] for name in names if given.get(name) is not None), None)
         outer.append(getattr(_local, "frame", None))
-        _local.frame = _Frame(mixer, site, real, cache, note)
+        _local.frame = _Frame(mixer, site, real, cache_in(given), note)
 
     def leaves(module: nn.Module, args: Any, out: Any) -> None:
         if module is not mixer or not outer:
@@ -211,10 +209,6 @@ def _hooks(mixer: nn.Module, note: Callable[[nn.Module, Read], None] | None) -> 
         handles.append(mixer.get_submodule("qkv_proj").register_forward_hook(_lightning_inputs))
         handles.append(mixer.get_submodule("norm").register_forward_pre_hook(_lightning_outputs))
     return handles
-
-
-def _named(module: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(inspect.signature(type(module).forward).parameters, (module, *args), strict=False))
 
 
 def _edits(site: Site, _module: nn.Module, args: tuple[Any, ...]) -> Any:
@@ -262,15 +256,14 @@ def _lightning_outputs(_module: nn.Module, args: tuple[Tensor, ...]) -> Any:
     read = Read("lightning", terms, len(slope), state is None, lambda out: out.flatten(-2).to(args[0].dtype))
     if frame.note is not None:
         frame.note(mixer, read)
-    out = _under_switches(frame, read) if frame.wanted else None
-    return None if out is None else (read.answer(out), *args[1:])
+    return (_under_switches(frame, read, lambda: args[0]), *args[1:]) if frame.wanted else None
 
 
 # The recurrence under the site's switches
 
 
-def _under_switches(frame: _Frame, read: Read) -> Tensor | None:
-    """Outputs [B,T,H,V] under the site's cap; None where the op may run as it is. Tells the tap."""
+def _under_switches(frame: _Frame, read: Read, own: Callable[[], Any]) -> Any:
+    """What the op returns under the site's cap; `own` is the op itself. Tells the tap."""
     site = frame.site
     assert site is not None
     terms: dict[str, Any] = read.terms
@@ -281,22 +274,27 @@ def _under_switches(frame: _Frame, read: Read) -> Tensor | None:
     if site.tap is not None:
         write = {} if read.write is None else {"write": run.mute(run.compact(read.write))}
         site.tap(site, {**terms, **write}, run, "after")
-    cap, ring = frame.rings.get(site.name, (None, None))
-    if not read.fresh and cap != site.cap:
-        raise ValueError(
-            f"{site.name}: the cap of a recurrent site cannot change in the middle of a context "
-            f"(cache made with cap={cap}, now {site.cap}); start a new cache"
-        )
+    if not read.fresh:
+        check_caps(frame.cache, [site])
     if site.cap is None:
         frame.rings.pop(site.name, None)  # an old context's, in a cache that starts again
-        return None
+        return own()
     if device.type == fused.DEVICE and read.dtype in (torch.bfloat16, torch.float16):  # what the op itself computes in
         terms |= {name: terms[name].to(read.dtype) for name in "qkv"}
-    if not read.fresh and ring is not None:
-        out = steps(ring, terms, run)
-    else:
-        out = capped(**terms, cap=site.cap, conv=site.conv)
-        if frame.cache is not None:
-            ring = ring_of(terms, run, site.cap, site.conv)
-            keep(frame.cache, site.name, site.cap, ring, frame.mixer)
-    return run.restore(out)
+    if not read.fresh:
+        _, ring = frame.rings[site.name]
+        return read.answer(run.restore(steps(ring, terms, run)))
+    free = run.local < site.cap  # rows that the cap leaves alone are the op's own, to the last bit
+    out = terms["v"] if bool(free.all()) else capped(**terms, cap=site.cap, conv=site.conv)
+    if frame.cache is not None:
+        ring = ring_of(terms, run, site.cap, site.conv)
+        keep(frame.cache, site.name, site.cap, ring, frame.mixer)
+    return _joined(free, own(), read.answer(run.restore(out)), read.time)
+
+
+def _joined(free: Tensor, own: Any, ours: Any, time: int) -> Any:
+    """`ours`, with the rows `free` [1 or B,T] of the op's `own` output; not its state."""
+    if isinstance(ours, tuple):
+        return _joined(free, own[0], ours[0], time), *ours[1:]
+    free = free.view(len(free), *[-1 if axis == time else 1 for axis in range(1, own.ndim)])
+    return torch.where(free, own, ours.to(own.dtype))

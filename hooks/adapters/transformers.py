@@ -25,10 +25,10 @@ from ..sites import Site, Sites, refuse_compiled
 from .final_norm import final_norm_of
 from .interface import Attachment
 from .pretrained import read, without_fla
+from .rings import CACHE_NAMES, cache_in, seen
 from .survey import Mid, first_tensor, survey
 
 Value = TypeVar("Value")
-CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # of forward's argument, newest first
 
 
 class DecodeCache:
@@ -39,16 +39,6 @@ class DecodeCache:
         self.tokens: Tensor | None = None  # of a model without a cache: the whole context, run again at every call
         self.real: Tensor | None = None
         self.seen = 0
-
-
-def seen(past: Any) -> int:
-    """How many tokens a transformers cache has seen. Some ask their first layer, which may hold a state instead; a
-    cache of states alone does not know (0)."""
-    lengths = [0]
-    for layer in [(), *[(n,) for n in range(len(getattr(past, "layers", ())))]]:
-        with contextlib.suppress(ValueError):
-            lengths.append(int(past.get_seq_length(*layer)))
-    return max(lengths)
 
 
 class TransformersLM(Instrumented, nn.Module):
@@ -175,14 +165,15 @@ class TransformersLM(Instrumented, nn.Module):
     def _run(
         self, module: Any, output: str, tokens: Tensor, attention_mask: Tensor | None, cache: DecodeCache | None
     ) -> Tensor:
-        real = self._check(tokens, attention_mask)
+        real = padding = self._check(tokens, attention_mask)
         if cache is not None:
             self.check_length(cache.seen + tokens.shape[1])
             if real is not None or cache.real is not None:
                 ones = torch.ones_like(tokens, dtype=torch.bool)
                 before = ones.new_ones(tokens.shape[0], cache.seen) if cache.real is None else cache.real
-                real = cache.real = torch.cat([before, ones if real is None else real], 1)
+                real = padding = torch.cat([before, ones if real is None else real], 1)
             if cache.tokens is not None:
+                cache.real = padding
                 return self._run_again(module, output, tokens, real, cache)
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": cache is not None}
         if cache is not None and cache.past is not None:
@@ -197,7 +188,8 @@ class TransformersLM(Instrumented, nn.Module):
             inputs["attention_mask"] = real.long()
         with Attachment.of(self.model).on():
             out = module(**inputs)
-        if cache is not None:
+        if cache is not None:  # only now: a call that is refused leaves the cache as it was
+            cache.real = padding
             cache.past = getattr(out, self._cache_name, None)
             cache.tokens = tokens if cache.past is None else None
             cache.seen += tokens.shape[1]
@@ -256,7 +248,7 @@ class TransformersLM(Instrumented, nn.Module):
                 real = None
             else:
                 real = mask[:, mask.shape[1] - tokens.shape[1] :].bool()
-            past = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+            past = cache_in(kwargs)
             first = 0 if past is None else seen(past)
             shape = None if tokens is None else (tokens.shape[0], tokens.shape[1])
             for rec in self.recorders:
