@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .inputs import check_tokens
 from .sites import Site, Sites
 
 if TYPE_CHECKING:
@@ -173,6 +174,7 @@ class Instrumented:
         """
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens}: expected >= 0")
+        check_tokens(tokens)
         self.check_length(tokens.shape[1] + max(0, max_new_tokens - 1))  # the last token is not read back
         cache = self.new_cache()
         out, step, mask = tokens, tokens, attention_mask

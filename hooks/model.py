@@ -15,6 +15,7 @@ from transformer_lens.hook_points import HookPoint
 
 from .config import HybridConfig, is_whole
 from .documents import Documents
+from .inputs import check_tokens, check_vocabulary, real_tokens
 from .instrumented import Instrumented
 from .mixers import Mixer, Parallel, build
 from .mixers.channel_mix import ChannelMix6, ChannelMix7
@@ -135,7 +136,7 @@ class HybridLM(Instrumented, HookedRootModule):
         documents: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Residual stream after the final norm, [B,T,D]."""
-        _check_tokens(tokens)
+        check_tokens(tokens)
         if documents is not None:
             return self._packed(tokens, attention_mask, cache, documents)
         return self._pass(tokens, attention_mask, cache)
@@ -172,7 +173,7 @@ class HybridLM(Instrumented, HookedRootModule):
                 f"documents: {ids.dtype} of shape {tuple(ids.shape)}; expected a whole number for each of the "
                 f"tokens {tuple(tokens.shape)}"
             )
-        documents = Documents.of(ids, None if attention_mask is None else _real(tokens, attention_mask)[0])
+        documents = Documents.of(ids, None if attention_mask is None else real_tokens(tokens, attention_mask)[0])
         return documents.pack(self._pass(documents.unpack(tokens), documents.mask, None, documents))
 
     def _check(self, tokens: Tensor, attention_mask: Tensor | None, first: int) -> Tensor | None:
@@ -181,12 +182,10 @@ class HybridLM(Instrumented, HookedRootModule):
                 refuse_switches()
             return None
         self.check_length(first + tokens.shape[1])
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-            low, high = int(tokens.min()), int(tokens.max())
-            raise ValueError(f"tokens: ids {low}..{high} outside the vocabulary 0..{self.vocab_size - 1}")
+        check_vocabulary(tokens, self.vocab_size)
         if attention_mask is None:
             return None
-        real, everywhere = _real(tokens, attention_mask)
+        real, everywhere = real_tokens(tokens, attention_mask)
         return None if everywhere else real
 
     def final_norm(self, resid: Tensor) -> Tensor:
@@ -250,22 +249,3 @@ class HybridLM(Instrumented, HookedRootModule):
             for mixer in block.mixers:
                 mixer.init_weights(std)
             block.mlp.init_weights(std)
-
-
-def _check_tokens(tokens: Tensor) -> None:
-    if not isinstance(tokens, Tensor):
-        raise ValueError(f"tokens: a {type(tokens).__name__}; expected a tensor of integer ids [B,T]")
-    if tokens.ndim != 2 or tokens.is_floating_point():
-        raise ValueError(f"tokens: {tokens.dtype} of shape {tuple(tokens.shape)}; expected integer ids [B,T]")
-
-
-def _real(tokens: Tensor, attention_mask: Tensor) -> tuple[Tensor, bool]:
-    """Which tokens are real, [B,T], and whether all are; one wait for the GPU tells that and the mask's values."""
-    if attention_mask.shape != tokens.shape:
-        raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}; expected {tuple(tokens.shape)}")
-    real = attention_mask.bool()
-    everywhere, binary = torch.stack([real.all(), (attention_mask == real).all()]).tolist()
-    if not binary:
-        values = attention_mask[attention_mask != real].tolist()
-        raise ValueError(f"attention_mask: has {values[0]}; expected 1 (real) or 0 (padding) for each token, or bool")
-    return real, everywhere

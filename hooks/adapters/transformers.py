@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..caps import Edit
 from ..checkpoint import check_finite
+from ..inputs import check_tokens, check_vocabulary, real_tokens
 from ..instrumented import Instrumented
 from ..record import Stats
 from ..sites import Site, Sites, refuse_compiled
@@ -214,19 +215,13 @@ class TransformersLM(Instrumented, nn.Module):
         return next((name for name in CACHE_NAMES if name in accepted), CACHE_NAMES[0])
 
     def _check(self, tokens: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-        if tokens.ndim != 2 or tokens.is_floating_point():
-            raise ValueError(f"tokens: {tokens.dtype} of shape {tuple(tokens.shape)}; expected integer ids [B,T]")
+        check_tokens(tokens)
         self.check_length(tokens.shape[1])
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-            low, high = int(tokens.min()), int(tokens.max())
-            raise ValueError(f"tokens: ids {low}..{high} outside the vocabulary 0..{self.vocab_size - 1}")
+        check_vocabulary(tokens, self.vocab_size)
         if attention_mask is None:
             return None
-        if attention_mask.shape != tokens.shape:
-            given = tuple(attention_mask.shape)
-            raise ValueError(f"attention_mask: shape {given}; expected {tuple(tokens.shape)}")
-        real = attention_mask.bool()
-        return None if bool(real.all()) else real
+        real, everywhere = real_tokens(tokens, attention_mask)
+        return None if everywhere else real
 
     # Recording the residual stream
 

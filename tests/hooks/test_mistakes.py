@@ -92,6 +92,7 @@ def test_tokens_are_a_tensor(call: str) -> None:
     raises(lambda: getattr(model, call)([[1, 2]]), "tokens: a list; expected a tensor of integer ids [B,T]")
     message = "tokens: torch.int64 of shape (2,); expected integer ids [B,T]"
     raises(lambda: getattr(model, call)(torch.tensor([1, 2])), message)
+    raises(lambda: model.generate(torch.tensor([1, 2]), 3), message)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -210,6 +210,8 @@ def test_other_bad_input(tmp_path: Path) -> None:
         loaded(torch.tensor([[3, V]]))
     with pytest.raises(ValueError, match="attention_mask: shape"):
         loaded(tokens_of(), attention_mask=torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"attention_mask: has -5; expected 1 \(real\) or 0"):
+        loaded(tokens_of(1, 3), attention_mask=torch.tensor([[0, 1, -5]]))
     with pytest.raises(ValueError, match="this model has no 'window' sites"), loaded.cap(window=3):
         pass
     dropping = build("llama", attention_dropout=0.1).train()
