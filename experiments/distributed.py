@@ -134,6 +134,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], wher
 
     ValueError, which `where` begins, for a state that is not that of these parameters; the optimiser is as it was.
     """
+    if not isinstance(state, dict) or not isinstance(state.get("state"), dict) or "param_groups" not in state:
+        raise ValueError(f"{where}: expected an optimiser's state and param_groups")
+    if len(state["param_groups"]) != len(optimizer.param_groups):
+        groups = len(state["param_groups"]), len(optimizer.param_groups)
+        raise ValueError(f"{where}: has {groups[0]} groups of parameters; expected {groups[1]}")
     muon = isinstance(optimizer, torch.optim.Muon)
     names = {"momentum_buffer"} if muon else {"step", "exp_avg", "exp_avg_sq"}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -143,8 +148,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], wher
         raise ValueError(f"{where}: state[{odd[0]}] is missing or unknown; expected 0..{len(parameters) - 1}")
     for index, entry in saved.items():
         p = parameters[index]
-        if set(entry) != names:
-            raise ValueError(f"{where}: state[{index}] holds {sorted(entry)}; expected {sorted(names)}")
+        if not isinstance(entry, dict) or set(entry) != names or not all(isinstance(x, Tensor) for x in entry.values()):
+            found = sorted(entry) if isinstance(entry, dict) else entry
+            raise ValueError(f"{where}: state[{index}] holds {found}; expected tensors {sorted(names)}")
         for name, value in entry.items():
             shape = () if name == "step" else tuple(p.shape)
             if tuple(value.shape) != shape:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .inputs import whole_number
 from .kernels.windowed import check_cap
-from .sites import Site, switched, whole_number
+from .sites import Site, switched
 
 Edit = Callable[[Tensor, Tensor | None], Tensor]
 FAR = 2**30  # longer than any context; caps and sinks are cut to it, since kernels count in int32
@@ -181,12 +182,9 @@ def knockout(model: Any, rows: Any, keys: Any, layers: Any, heads: Any) -> Itera
 
 def _listed(name: str, given: Any) -> list[Any]:
     try:
-        found = list(given)
+        return list(given)
     except TypeError:
-        found = []
-    if not found:
-        raise ValueError(f"knockout: {name}={given!r}: expected a list of at least one; None means all")
-    return found
+        raise ValueError(f"knockout: {name}={given!r}: expected a list; None means all") from None
 
 
 def _tensor(given: Any) -> Tensor | None:

@@ -35,9 +35,10 @@ def local_columns(what: str, columns: Any, B: int, T: int, first: int) -> Tensor
     return p if p.shape[1] else None
 
 
-def recomputing() -> bool:
-    """Whether this forward code runs inside a backward pass, where activation checkpointing repeats what ran before."""
-    return torch._C._current_graph_task_id() != -1
+def backward_pass() -> int:
+    """The backward pass that this code runs in (-1: none): where one begins inside a recording, the forward code in it
+    is activation checkpointing, which repeats what was recorded."""
+    return torch._C._current_graph_task_id()
 
 
 def batches(parts: list[tuple[_Item, bool]]) -> list[list[_Item]]:

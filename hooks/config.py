@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
+
+from .inputs import whole_number
 
 # What each mixer is to the user (DESIGN: "kind").
 KINDS = {
@@ -111,12 +114,14 @@ def ratio(mixer: str, n: int | str | None, full: str = "full", at: int | None = 
         if not re.fullmatch(r"\d+:1", n):
             raise ValueError(f"ratio: n={n!r}; expected N:1 or pure, as in {', '.join(RATIOS)}")
         n = int(n[:-2])
-    if not is_whole(n) or n < 1:
-        raise ValueError(f"ratio: n={n} efficient layers per full layer; expected a whole n >= 1, or None for pure")
-    if at is not None and not (is_whole(at) and 0 <= at <= n):
-        raise ValueError(f"ratio: at={at!r}; expected the full layer's place in its group of {n + 1}, 0..{n}")
-    layers = [mixer] * n
-    layers.insert(n if at is None else at, full)
+    many = whole_number(n)
+    if many is None or many < 1:
+        raise ValueError(f"ratio: n={n!r} efficient layers per full layer; expected a whole n >= 1, or None for pure")
+    place = many if at is None else whole_number(at)
+    if place is None or not 0 <= place <= many:
+        raise ValueError(f"ratio: at={at!r}; expected the full layer's place in its group of {many + 1}, 0..{many}")
+    layers = [mixer] * many
+    layers.insert(place, full)
     return tuple(layers)
 
 
@@ -181,10 +186,12 @@ class HybridConfig:
         for field in ("n_kv_heads", "head_dim", "d_ff", "context"):
             if getattr(self, field) is not None:
                 _at_least_one(field, getattr(self, field))
-        for field in ("rope_base", "norm_eps", "init_std"):
+        for field, least in (("rope_base", "> 0"), ("norm_eps", ">= 0"), ("init_std", ">= 0")):
             value = getattr(self, field)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise ValueError(f"{field}={value!r}: expected a finite number > 0")
+            number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+            if not 0 <= number < math.inf or (number == 0 and least == "> 0"):
+                raise ValueError(f"{field}={value!r}: expected a finite number {least}")
+            setattr(self, field, number)
         for field in ("qk_norm", "tie_embeddings"):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field}={getattr(self, field)!r}: expected True or False")
@@ -273,13 +280,8 @@ class HybridConfig:
         return cls(**data)
 
 
-def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether `value` is a whole number; True and False are none."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _at_least_one(field: str, value: Any) -> None:
-    if not is_whole(value) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{field}={value!r}: expected a whole number >= 1")
 
 

@@ -106,8 +106,8 @@ class Instrumented:
         `rows`: columns, a list or [B,R]. `keys`: columns, a list, or a bool mask [T] or [B,T]. On the softmax
         sites of `layers` (None: all), or only on `heads`. A row that loses every key reads zeros.
 
-        Raises ValueError for rows or keys that are no columns, where nothing is named (empty rows, layers or heads),
-        and where what is named, or the whole model, has no softmax.
+        Empty lists forbid nothing. Raises ValueError for rows or keys that are no columns, and where what is named, or
+        the whole model, has no softmax.
         """
         from .caps import knockout
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-from .config import HybridConfig, is_whole
+from .config import HybridConfig
 from .documents import Documents
-from .inputs import check_tokens, check_vocabulary, real_tokens
+from .inputs import check_tokens, check_vocabulary, real_tokens, whole_number
 from .instrumented import Instrumented
 from .mixers import Mixer, Parallel, build
 from .mixers.channel_mix import ChannelMix6, ChannelMix7
@@ -222,15 +222,16 @@ class HybridLM(Instrumented, HookedRootModule):
 
     def set_window(self, window: int) -> None:
         """Give every swa site the native window W = `window`, in the config too; ValueError without such sites."""
-        if not is_whole(window):
+        width = whole_number(window)
+        if width is None:
             raise ValueError(f"window={window!r}: expected a whole number >= 1")
         if not any("swa:" in layer for layer in self.config.layers):
             raise ValueError(f"window={window}: no swa site to set it on; layers {', '.join(self.config.layers)}")
-        pattern = [re.sub(r"swa:\d+", f"swa:{window}", layer) for layer in self.config.layers]
+        pattern = [re.sub(r"swa:\d+", f"swa:{width}", layer) for layer in self.config.layers]
         self.config = dataclasses.replace(self.config, pattern=pattern)
         for site in self.sites:
             if site.mixer.startswith("swa:"):
-                site.window, site.mixer = window, f"swa:{window}"
+                site.window, site.mixer = width, f"swa:{width}"
 
     def save(self, folder: str | Path) -> None:
         """Write config.json, model.safetensors and the tokenizer, atomically; see `checkpoint.save`."""

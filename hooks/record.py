@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .attend import edges
 from .caps import refuse_opaque
-from .columns import batches, local_columns, recomputing
+from .columns import backward_pass, batches, local_columns
 from .documents import Documents
 from .kernels.attention import ROWS
 from .kernels.attention_stats import AttentionStats, attention_stats, label_sets
@@ -88,6 +88,7 @@ class Record:
         self._states = None if states is None else States(model, states)
         self._last: Tensor | None = None
         self._first = 0
+        self._inside = backward_pass()
         self._places: dict[str, tuple[tuple[int, ...], Tensor | None]] = {}
 
     # Read-out
@@ -204,7 +205,7 @@ class Record:
 
     def keep(self, layer: int, where: str, x: Tensor) -> None:
         """Pick the wanted columns out of a residual stream x [B,T,D]."""
-        if self._positions is None or recomputing():
+        if self._positions is None or backward_pass() != self._inside:
             return
         B, T, D = x.shape
         if isinstance(self._positions, str):
@@ -351,10 +352,12 @@ def record(
 
 
 def _both(outer: Callable[..., None] | None, inner: Callable[..., None]) -> Callable[..., None]:
+    inside = backward_pass()
+
     def tap(*args: Any, **score: Any) -> None:
         if outer is not None:
             outer(*args, **score)
-        if not recomputing():
+        if backward_pass() == inside:
             inner(*args, **score)
 
     return tap

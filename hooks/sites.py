@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from .inputs import whole_number
 
 
 @dataclasses.dataclass(eq=False)
@@ -127,7 +128,7 @@ class Sites(list[Site]):
         """The site and head number that (layer, head) or (layer, site, head) names; ValueError where it names neither,
         and where the layer has several sites and none is named."""
         try:
-            numbers = [whole_number(part) for part in head]
+            numbers = [_number(part) for part in head]
         except TypeError:
             numbers = []
         if len(numbers) not in (2, 3) or None in numbers:
@@ -142,14 +143,9 @@ class Sites(list[Site]):
         return site, number
 
 
-def whole_number(value: Any) -> int | None:
-    """`value` as an int where it is one, numpy's and torch's among them; None for all else, booleans too."""
-    if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
+def _number(part: Any) -> int | None:
+    """A layer, site or head number; a table's columns may hold them as floats."""
+    return whole_number(int(part) if isinstance(part, float) and part.is_integer() else part)
 
 
 _owners: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()

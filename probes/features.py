@@ -140,6 +140,7 @@ def _plan(
     tokens = needles.removed if removed else needles.tokens
     switches = [(s.layer, s.index, s.cap, s.sinks, len(s.knockout), s.edit is not None) for s in model.sites]
     return {
+        "version": 2,
         "model": _hash(*(_fingerprint(p) for p in model.parameters()), str(switches)),
         "prompts": _hash(*(x for x in (tokens, columns, needles.attention_mask) if x is not None)),
         "samples": len(needles),
@@ -150,7 +151,8 @@ def _plan(
 def _fingerprint(weight: Tensor, n: int = 256) -> Tensor:
     """Some of a weight's bits as integers, and their sum: one changed value shows in it, on any device alike."""
     bits = weight.detach().flatten().view(BITS[weight.element_size()])
-    return torch.cat([bits[:: max(1, len(bits) // n)].long(), bits.sum(dtype=torch.int64)[None]])
+    sums = [part.sum(dtype=torch.int64) for part in bits.split(2**22)]  # a sum at once would copy it in 64 bits
+    return torch.cat([bits[:: max(1, len(bits) // n)].long(), torch.stack(sums).sum()[None]])
 
 
 def _hash(*parts: Tensor | str) -> str:

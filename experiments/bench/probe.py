@@ -12,8 +12,10 @@ scikit-learn gets every core that ours gets: fits side by side in processes of o
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +69,16 @@ def one_of_theirs(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> tuple[float
     return time.perf_counter() - begin, predicted, model
 
 
-def theirs(X: np.ndarray, y: np.ndarray, train: np.ndarray, run: joblib.Parallel) -> tuple[float, list[workers.Row]]:
-    """Seconds of all layers of X [L,n,D] and seeds side by side; a row for each layer: its fits' seconds one by one,
-    and accuracies and losses of every seed."""
-    begin = time.perf_counter()
-    fits: Any = run(joblib.delayed(one_of_theirs)(x, y, rows) for x in X for rows in train)
-    wall = time.perf_counter() - begin
-    out: list[workers.Row] = []
-    for i, x in enumerate(X):
-        row: workers.Row = {"seconds": 0.0, "accuracies": [], "losses": []}
-        for rows, (seconds, predicted, model) in zip(train, fits[i * len(train) :], strict=False):
-            row["seconds"] += seconds
-            row["accuracies"].append(float((predicted == y[~rows]).mean()))
-            nll = -model.predict_log_proba(x[rows])[np.arange(rows.sum()), y[rows]].mean(dtype=np.float64)
-            penalty = np.square(model[-1].coef_).sum(dtype=np.float64) / (2 * C * rows.sum())
-            row["losses"].append(float(nll + penalty))
-        out.append(row)
-    return wall, out
+def theirs(x: np.ndarray, y: np.ndarray, train: np.ndarray, fits: Iterator[Any]) -> workers.Row:
+    """A layer's fits: their seconds one after another, accuracies and losses of every seed."""
+    row: workers.Row = {"seconds": 0.0, "accuracies": [], "losses": []}
+    for rows, (seconds, predicted, model) in zip(train, fits, strict=True):
+        row["seconds"] += seconds
+        row["accuracies"].append(float((predicted == y[~rows]).mean()))
+        nll = -model.predict_log_proba(x[rows])[np.arange(rows.sum()), y[rows]].mean(dtype=np.float64)
+        penalty = np.square(model[-1].coef_).sum(dtype=np.float64) / (2 * C * rows.sum())
+        row["losses"].append(float(nll + penalty))
+    return row
 
 
 def bench(out: Path, problem: tuple[int, ...], device: str, budget: float) -> workers.Row:
@@ -108,20 +103,21 @@ def bench(out: Path, problem: tuple[int, ...], device: str, budget: float) -> wo
         result["seconds"][name], fits[name] = ours(X, y, train, name)
         print(f"{name}: {result['seconds'][name]:.2f} s for {layers} layers x {seeds} seeds", flush=True)
     jobs = min(result["threads"], result["cores"])
-    group = max(1, 2 * jobs // seeds)  # layers at a time, for two fits a process
-    with joblib.Parallel(n_jobs=jobs) as run:
+    with joblib.Parallel(n_jobs=jobs, return_as="generator") as run:
         small = joblib.delayed(one_of_theirs)(X[0, :99, :2], y[:99], train[0, :99])
-        run(small for _ in range(2 * jobs))  # starts the processes
-        for first in range(0, layers, group):
+        list(run(small for _ in range(2 * jobs)))  # starts the processes
+        begin = time.perf_counter()
+        queue: Any = run(joblib.delayed(one_of_theirs)(x, y, rows) for x in X for rows in train)
+        for layer in range(layers):
             if time.monotonic() >= deadline:
                 break
-            wall, rows = theirs(X[first : first + group], y, train, run)
-            result["seconds"][SKLEARN] += wall
-            for layer, row in enumerate(rows, first):
-                result["rows"].append(beside(fits, layer, row, y, train))
-                result["not_run"].remove(layer)
-                print(f"layer {layer}: {result['rows'][-1]}", flush=True)
+            done = list(itertools.islice(queue, seeds))
+            result["seconds"][SKLEARN] = time.perf_counter() - begin  # what has begun of later layers is in it
+            result["rows"].append(beside(fits, layer, theirs(X[layer], y, train, iter(done)), y, train))
+            result["not_run"].remove(layer)
             workers.save(out, compare(result))
+            print(f"layer {layer}: {result['rows'][-1]}", flush=True)
+        queue.close()
     workers.save(out, compare(result))
     return result
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -258,7 +258,8 @@ class Attachment:
             model.__dict__["hybridscope_attachment"] = found
         if found.mixers is None and not found.depth:
             found.mixers = [m for m in model.modules() if MARK in m.__dict__]
-            found.whole = [m for m in model.modules() if {*found.mixers} <= {*m.modules()}] if found.mixers else []
+            models = (m for m in model.modules() if isinstance(m, PreTrainedModel))
+            found.whole = [m for m in models if found.mixers and set(found.mixers) <= {*m.modules()}]
         return found
 
     def __reduce__(self) -> tuple[Any, ...]:

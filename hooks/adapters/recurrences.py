@@ -285,7 +285,8 @@ def _under_switches(frame: _Frame, read: Read, own: Callable[[], Any]) -> Any:
         _, ring = frame.rings[site.name]
         return read.answer(run.restore(steps(ring, terms, run)))
     free = run.local < site.cap  # rows that the cap leaves alone are the op's own, to the last bit
-    out = terms["v"] if bool(free.all()) else capped(**terms, cap=site.cap, conv=site.conv)
+    within = run.length <= site.cap or (run.real is not None and bool(free.all()))
+    out = terms["v"] if within else capped(**terms, cap=site.cap, conv=site.conv)
     if frame.cache is not None:
         ring = ring_of(terms, run, site.cap, site.conv)
         keep(frame.cache, site.name, site.cap, ring, frame.mixer)

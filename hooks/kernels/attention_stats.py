@@ -114,7 +114,7 @@ def attention_stats(
     torch.Size([1, 1, 2])
     """
     arguments.check_inputs(q, k, sink_logits)
-    arguments.check_span(causal=causal, window=window, sinks=sinks, limit=limit, histogram=histogram)
+    window, sinks, limit = arguments.span(causal=causal, window=window, sinks=sinks, limit=limit, histogram=histogram)
     arguments.check_score(scale=scale, softcap=softcap)
     B, T, H, D = q.shape
     S = k.shape[1]

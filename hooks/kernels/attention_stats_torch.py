@@ -68,7 +68,7 @@ def _spans(
     while start < R or start == 0:
         r = rows[:, start : start + step]
         keys = _span(r, S, window, sinks, banded)
-        fit = R if elements is None else max(1, elements // (heads * max(1, len(keys))))
+        fit = R if elements is None else max(1, elements // max(1, heads * len(keys)))
         if fit < r.shape[1]:  # rows that lie far apart reach more keys
             r = r[:, :fit]
             keys = _span(r, S, window, sinks, banded)
@@ -80,7 +80,7 @@ def _rows_at_once(heads: int, S: int, window: int | None, elements: int) -> int:
     """Rows of a chunk where they are neighbours: as many as a window's width, within `elements` scores."""
     if window is None or 2 * window >= S:
         return max(1, elements // max(1, heads * S))
-    return max(1, min(window, elements // (heads * 2 * window)))
+    return max(1, min(window, elements // (max(1, heads) * 2 * window)))
 
 
 def _span(rows: Tensor, S: int, window: int | None, sinks: int, banded: bool) -> Tensor:

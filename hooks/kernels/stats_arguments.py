@@ -4,12 +4,13 @@ for rows that lie on one."""
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..inputs import whole_number
 
 
 def check_inputs(q: Tensor, k: Tensor, sink_logits: Tensor | None) -> None:
@@ -29,25 +30,31 @@ def check_blocked(blocked: Tensor | None, B: int, R: int, H: int, S: int) -> Non
     """Raises ValueError for hidden edges that are not those of the R rows asked for."""
     if blocked is None:
         return
-    if blocked.dtype != torch.bool or tuple(blocked.shape) not in ((B, R, S), (B, R, H, S), (B, R, 1, S)):
+    fits = tuple(blocked.shape)[1:] in ((R, S), (R, H, S), (R, 1, S)) and len(blocked) in (1, B)
+    if blocked.dtype != torch.bool or not fits:
         what = f"{blocked.dtype} of shape {tuple(blocked.shape)}"
         raise ValueError(
             f"blocked: {what}; expected bool {(B, R, S)} or {(B, R, H, S)}, an edge for each row asked for"
         )
 
 
-def check_span(*, causal: bool, window: Any, sinks: Any, limit: Any, histogram: bool) -> None:
-    """Raises ValueError for a window, sinks or limit that are no such counts of tokens."""
-    for name, value, least in (("window", window, 1), ("limit", limit, 1), ("sinks", sinks, 0)):
-        if value is None and name != "sinks":
-            continue
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
-            why = " (the query itself counts) or None" if least else ""
-            raise ValueError(f"{name}={value!r}: expected a whole number >= {least}{why}")
+def span(*, causal: bool, window: Any, sinks: Any, limit: Any, histogram: bool) -> tuple[int | None, int, int | None]:
+    """Window, sinks and limit as ints. Raises ValueError for what is no such count of tokens."""
     if not causal and (window is not None or limit is not None):
         raise ValueError(f"window={window}, limit={limit}: windows look back; they need causal=True")
     if histogram and not causal:
         raise ValueError("histogram=True: distances look back; it needs causal=True")
+    first = whole_number(sinks)
+    if first is None or first < 0:
+        raise ValueError(f"sinks={sinks!r}: expected a whole number >= 0")
+    return _length("window", window), first, _length("limit", limit)
+
+
+def _length(name: str, value: Any) -> int | None:
+    number = whole_number(value)
+    if value is not None and (number is None or number < 1):
+        raise ValueError(f"{name}={value!r}: expected a whole number >= 1 (the query itself counts) or None")
+    return number
 
 
 def check_score(*, scale: float | None, softcap: float | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,18 @@ def reshape_moment(state: dict) -> None:
     entry[name] = entry[name][:-1]
 
 
+def drop(name: str) -> Callable[[dict], None]:
+    return lambda state: state["optimizers"][-1].pop(name)
+
+
+def lose_group(state: dict) -> None:
+    del state["optimizers"][-1]["param_groups"][-1]
+
+
+def replace_moments(state: dict) -> None:
+    state["optimizers"][-1]["state"][0] = 3
+
+
 def poison_moment(state: dict) -> None:
     entry, name = moment(state)
     entry[name].view(-1)[0] = torch.inf
@@ -93,8 +106,12 @@ def poison_moment(state: dict) -> None:
         (reshape, r"embed\.weight has shape \(23, 16\); .* \(24, 16\)"),
         (poison, r"embed\.weight holds NaN"),
         (lose_moments, r"optimizers\[.\]: state\[1\] is missing or unknown; expected 0\.\.\d+"),
-        (lose_moment, r"optimizers\[.\]: state\[0\] holds \[.*\]; expected \['(exp_avg|momentum_buffer)'"),
+        (lose_moment, r"optimizers\[.\]: state\[0\] holds \[.*\]; expected tensors \['(exp_avg|momentum_buffer)'"),
         (reshape_moment, r"optimizers\[.\]: state\[0\]\.\w+ has shape \(\d+, 16\); expected \(\d+, 16\)"),
+        (drop("state"), r"optimizers\[.\]: expected an optimiser's state and param_groups"),
+        (drop("param_groups"), r"optimizers\[.\]: expected an optimiser's state and param_groups"),
+        (lose_group, r"optimizers\[.\]: has \d groups of parameters; expected \d"),
+        (replace_moments, r"optimizers\[.\]: state\[0\] holds 3; expected tensors"),
         (poison_moment, r"optimizers\[.\]: state\[0\]: \w+ holds NaN or infinite"),
         (lambda state: state.pop("step"), r"holds \['model', 'optimizers'\]; expected \['model', 'optimizers', 'step'"),
     ],

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from families import CAP, CLOSE, RECURRENT, T, build, gap, left_padding, pair, tokens_of
+from families import CAP, CLOSE, FAMILIES, RECURRENT, T, build, gap, left_padding, pair, tokens_of
 from torch import Tensor
 
 from hybridscope.hooks.adapters import transformers
@@ -104,3 +104,19 @@ def test_a_cache_that_starts_again_takes_another_cap() -> None:
     past.reset()
     with loaded.cap(recurrent=CAP + 1):
         assert gap(model(tokens, past_key_values=past, use_cache=True).logits, loaded(tokens)) <= CLOSE
+
+
+def test_a_single_mixer_behind_attention_starts_afresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention before it has begun the cache by then; the context has not been begun under another cap."""
+    options, mixers = FAMILIES["qwen3_next"]
+    layers = {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2}
+    monkeypatch.setitem(FAMILIES, "qwen3_next", ({**options, **layers}, mixers))
+    model = build("qwen3_next")
+    loaded, tokens = transformers.load(model), tokens_of()
+    with loaded.cap(recurrent=CAP):
+        whole = loaded(tokens)
+        cache = loaded.new_cache()
+        split = torch.cat([loaded(part, cache=cache) for part in tokens.split(PROMPT, 1)], 1)
+        assert gap(split, whole) <= CLOSE
+        out = model.generate(tokens, max_new_tokens=3, do_sample=False, eos_token_id=None)
+        assert torch.equal(out, loaded.generate(tokens, 3))

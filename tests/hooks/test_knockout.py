@@ -90,8 +90,9 @@ def test_keys_as_a_list_or_a_mask() -> None:
         with model.knockout(rows=[13], keys=keys):
             outs.append(model(tokens))
     assert all(torch.equal(out, outs[0]) for out in outs)
-    with model.knockout(rows=[13], keys=[]), model.knockout(rows=[], keys=[3]):
-        assert_close(model(tokens), model_of("full", n_kv_heads=2)(tokens), "model")
+    for nothing in ({"keys": []}, {"rows": []}, {"heads": []}, {"layers": []}):
+        with model.knockout(**{"rows": [13], "keys": [3], **nothing}):
+            assert_close(model(tokens), model_of("full", n_kv_heads=2)(tokens), "model")
 
 
 def test_knockouts_nest() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jaxtyping
+import numpy as np
 import pytest
 import torch
 from fla_layers import LAYERS, D, H, weights
@@ -36,11 +37,21 @@ def raises(make: Callable[[], Any], message: str) -> None:
 
 
 @pytest.mark.usefixtures("_unchecked")
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "x", None, True])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, "x", None, True])
 @pytest.mark.parametrize("field", ["rope_base", "norm_eps", "init_std"])
 def test_scales_are_finite_and_positive(field: str, value: Any) -> None:
-    raises(lambda: config(**{field: value}), f"{field}={value!r}: expected a finite number > 0")
-    assert getattr(config(**{field: 10_000}), field) == 10_000  # a whole number is one
+    least = "> 0" if field == "rope_base" else ">= 0"
+    raises(lambda: config(**{field: value}), f"{field}={value!r}: expected a finite number {least}")
+    for given in (10_000, np.float32(10_000)):  # a whole number is one, and numpy's
+        kept = getattr(config(**{field: given}), field)
+        assert type(kept) is float
+        assert kept == 10_000
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_zero_is_a_scale_but_not_a_base() -> None:
+    assert (config(norm_eps=0.0).norm_eps, config(init_std=0).init_std) == (0, 0)
+    raises(lambda: config(rope_base=0), "rope_base=0: expected a finite number > 0")
 
 
 @pytest.mark.usefixtures("_unchecked")
@@ -60,6 +71,11 @@ def test_switches_are_true_or_false(field: str, value: Any) -> None:
 )  # fmt: skip
 def test_places_are_whole_numbers(options: dict[str, Any], message: str) -> None:
     raises(lambda: ratio("gdn", **options), message)
+
+
+@pytest.mark.usefixtures("_unchecked")
+def test_numpys_numbers_are_numbers() -> None:
+    assert ratio("gdn", np.int64(2), at=np.int64(1)) == ("gdn", "full", "gdn")
 
 
 def test_heads_of_a_mixers_own_stand_beside_a_split() -> None:
@@ -83,6 +99,8 @@ def test_a_window_is_a_whole_number(window: Any) -> None:
     raises(lambda: model.set_window(window), f"window={window!r}: expected a whole number >= 1")
     assert model.sites[0].window == 3
     assert model.config.layers[0] == "swa:3"
+    model.set_window(np.int64(4))
+    assert model.config.to_dict()["pattern"][0] == "swa:4"
 
 
 @pytest.mark.usefixtures("_unchecked")

@@ -74,6 +74,21 @@ def test_a_pass_that_checkpointing_repeats_is_recorded_once(reentrant: bool) -> 
     assert model.layers[0].ln1.weight.grad is not None
 
 
+def test_a_recording_inside_a_backward_pass_is_one() -> None:
+    model, tokens = model_of(*HYBRID), tokens_of(2, 9)
+    x = torch.ones(2, requires_grad=True)
+    seen = []
+
+    def hook(_: torch.Tensor) -> None:
+        with model.record(resid="last", stats=[-1]) as rec:
+            model(tokens)
+        seen.append((rec.stats(3).entropy.shape, rec.resid(3).shape))
+
+    x.register_hook(hook)
+    x.sum().backward()
+    assert seen == [((2, 1, 4), (2, 1, 16))]
+
+
 def test_so_it_is_in_transformers() -> None:
     model = transformers.load(build("llama"))
     model.model.activation_checkpointing_enable()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -98,3 +99,21 @@ def test_a_recurrence_wants_both_factors_of_its_erasure() -> None:
     x = torch.randn(1, 3, 2, 4)
     with pytest.raises(ValueError, match="a, b: one of them is None"):
         implicit_stats(q=x, k=x, a=x)
+
+
+def test_edges_hidden_from_all_samples_alike() -> None:
+    blocked = torch.rand(1, T, T) < 0.3
+    one, each = (attention_stats(*qk(), blocked=b) for b in (blocked, blocked.expand(B, -1, -1)))
+    assert torch.equal(one.entropy, each.entropy)
+
+
+def test_no_samples() -> None:
+    for window in (None, 3):
+        s = attention_stats(torch.zeros(0, T, H, K), torch.zeros(0, T, 2, K), window=window)
+        assert s.entropy.shape == (0, T, H)
+
+
+def test_numpy_and_torch_count_too() -> None:
+    windows = (3, np.int64(3), torch.tensor(3))
+    a, *others = (attention_stats(*qk(), window=w).entropy for w in windows)
+    assert all(torch.equal(a, b) for b in others)
