@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .inputs import whole_number
+from .config import whole_number
 from .kernels.windowed import check_cap
 from .sites import Site, switched
 

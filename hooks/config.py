@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from .inputs import whole_number
 
 # What each mixer is to the user (DESIGN: "kind").
 KINDS = {
@@ -278,6 +277,16 @@ class HybridConfig:
         if missing:
             raise ValueError(f"config: missing key {missing[0]!r}")
         return cls(**data)
+
+
+def whole_number(value: Any) -> int | None:
+    """`value` as an int where it is one, numpy's and torch's among them; None for all else, booleans too."""
+    if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
 
 
 def _at_least_one(field: str, value: Any) -> None:

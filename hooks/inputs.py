@@ -1,22 +1,11 @@
-"""What users give, checked: whole numbers, token ids, the mask of padding."""
+"""What a forward pass is given, checked: token ids and the mask of padding."""
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import Tensor
-
-
-def whole_number(value: Any) -> int | None:
-    """`value` as an int where it is one, numpy's and torch's among them; None for all else, booleans too."""
-    if isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool"):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def check_tokens(tokens: Any) -> None:

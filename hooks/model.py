@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformer_lens import HookedRootModule
 from transformer_lens.hook_points import HookPoint
 
-from .config import HybridConfig
+from .config import HybridConfig, whole_number
 from .documents import Documents
-from .inputs import check_tokens, check_vocabulary, real_tokens, whole_number
+from .inputs import check_tokens, check_vocabulary, real_tokens
 from .instrumented import Instrumented
 from .mixers import Mixer, Parallel, build
 from .mixers.channel_mix import ChannelMix6, ChannelMix7

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .inputs import whole_number
+from .config import whole_number
 
 
 @dataclasses.dataclass(eq=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..hooks.inputs import whole_number
+from ..hooks.config import whole_number
 
 
 def at_least_one(**counts: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..inputs import whole_number
+from ..config import whole_number
 
 
 def check_inputs(q: Tensor, k: Tensor, sink_logits: Tensor | None) -> None:
