@@ -5,8 +5,8 @@
 Layers differ in how far apart their classes lie, from chance to nearly all told apart; features are correlated, with
 variances over three decades, as residual streams are. What is timed is what a probe does: standardise, fit on 80% and
 predict, for every seed; ours from arrays in host memory, copies to the GPU included, after a small warm-up there.
-scikit-learn gets every core that ours gets: fits side by side in processes of one thread each, which is its fastest way
-(more threads in a fit slow it down). It goes from layer to layer until the budget ends; times are compared over those.
+scikit-learn gets every core that ours gets: fits side by side in processes of one thread each. It goes from layer to
+layer until the budget ends; times are compared over those.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from ..kernels.windowed import Ring, capped, carried_keys, windowed
 from ..passes import Pass, Shapes, StateCache
 from ..sites import Site
 
-FEW = 256  # of `steps`: what the tokens one by one and together cost alike, measured on a CPU at caps of 64 and 1,024
+FEW = 256  # of `steps`: about where the tokens together cost what they do one by one, on a CPU
 
 
 class Recurrent(nn.Module):
