@@ -109,8 +109,9 @@ def cost(
         configs = {"hybrid": config, "full": all_full(config)}
         sizes = {name: _by_formula(its, batch, dtype) for name, its in configs.items()}
         if measure:
-            made = {n: HybridLM(c).to(device, dtype).eval() for n, c in configs.items() if n == "full" or model is None}
-            built = {**made, **({} if model is None else {"hybrid": model})}
+            with device:
+                built = {n: HybridLM(c).to(dtype).eval() for n, c in configs.items() if n == "full" or model is None}
+            built |= {} if model is None else {"hybrid": model}
     else:
         sizes = _of_foreign(model, batch)
         built = {"hybrid": model} if measure else {}

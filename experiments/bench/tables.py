@@ -182,7 +182,31 @@ def drift(result: Row) -> str:
     return "\n".join([_where(result), "", what, "", *_grid(head, rows), *missing])
 
 
+def cost(result: Row) -> str:
+    """Caches and speeds of hybrids and, in lines of their own, of the all-full models that they are divided by."""
+    head = (
+        "run", "layers", "T", "cache MiB", "times smaller", "prefill tokens/s", "times as fast", "decode ms a token",
+        "times as fast", "peak GiB",
+    )  # fmt: skip
+    rows = []
+    for row in result["rows"]:
+        full = row["model"] == "full"
+        peak = row["peak_bytes"]
+        rows.append([
+            "all full" if full else f"`{row['run']}`", "" if full else f"`{row['layers']}`", f"{row['length']:,}",
+            f"{row['cache_bytes'] / 2**20:,.1f}", "" if full else f"{row['cache_ratio']:.2f}",
+            f"{row['prefill_tokens_per_s']:,.0f}", "" if full else f"{row['prefill_ratio']:.2f}",
+            f"{row['decode_ms']:.2f}", "" if full else f"{row['decode_ratio']:.2f}",
+            "" if peak != peak else f"{peak / 2**30:.2f}",
+        ])  # fmt: skip
+    kinds = " and ".join(dict.fromkeys(row["dtype"] for row in result["rows"]))
+    how = f"medians of {result['repeats']}; decode over {result['new_tokens']} tokens after the prefill"
+    missing = ["", f"Not run: {', '.join(result['not_run'])}."] if result["not_run"] else []
+    return "\n".join([_where(result), f"Batch 1, {kinds}; {how}.", "", *_grid(head, rows), *missing])
+
+
 TABLES = {
+    "cost": cost,
     "drift": drift,
     "train": train,
     "parity_train": parity,

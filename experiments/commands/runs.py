@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
 from ..report import RUNS, keep, number, place, show, split
 from .options import Config, Names, Set, Source, Table, load_source
+
+if TYPE_CHECKING:
+    from ..config import RunConfig
+    from ..sweeps import Sweep
 
 
 def demo(out: Path = RUNS / "demo", set_: Set = (), json_: Annotated[bool, tyro.conf.arg(name="json")] = False) -> None:
@@ -43,24 +47,13 @@ def train(
         dry_run: Print the parameter counts, beside published ones where a sweep states them, and train nothing.
         only: The run of a sweep to train; a dry run without it lists them all.
     """
-    from ..config import load_config
-    from ..sweeps import Sweep, describe, is_sweep, load_sweep, on_meta, printable
-
-    name = Path(config).stem
-    if is_sweep(config):
-        sweep = load_sweep(config, list(set_), only)
-        if only is not None:
-            name = f"{name}/{only}"
-        elif not dry_run:
-            raise ValueError(f"{config}: a sweep of {len(sweep.runs)} runs; name one: --only RUN (--dry-run lists all)")
-    elif only is not None:
-        raise ValueError(f"--only {only}: {config} is one run, not a sweep")
-    else:
-        sweep = Sweep({name: load_config(config, list(set_))}, {})
-    run = next(iter(sweep.runs.values()))
     if dry_run:
-        table, notes = printable(describe(sweep))  # builds the models: what is wrong with one comes before any output
-        if len(sweep.runs) == 1:
+        from ..sweeps import describe, on_meta, printable
+
+        runs = _runs(config, set_, only)
+        table, notes = printable(describe(runs))  # builds the models: what is wrong with one comes before any output
+        if len(runs.runs) == 1:
+            run = next(iter(runs.runs.values()))
             print(json.dumps(run.to_dict(), indent=1))
             print(on_meta(run.hybrid()).sites)
         show(table)
@@ -69,7 +62,30 @@ def train(
         return
     from ..train import train as start
 
-    print(start(run, out or RUNS / name / "ladder"))
+    print(start(_run(config, set_, only), out or RUNS / Path(config).stem / (only or "") / "ladder"))
+
+
+def _runs(config: str, set_: Set, only: str | None) -> Sweep:
+    """The runs that a config stands for: a sweep's, all or the one named `only`, or the config's own."""
+    from ..config import load_config
+    from ..sweeps import Sweep, is_sweep, load_sweep
+
+    if is_sweep(config):
+        return load_sweep(config, list(set_), only)
+    if only is not None:
+        raise ValueError(f"--only {only}: {config} is one run, not a sweep")
+    return Sweep({Path(config).stem: load_config(config, list(set_))}, {})
+
+
+def _run(config: str, set_: Set, only: str | None) -> RunConfig:
+    """The one run that is meant; ValueError where a sweep leaves it open."""
+    from ..sweeps import is_sweep
+
+    runs = _runs(config, set_, only).runs
+    if only is None and is_sweep(config):
+        listed = f"hybridscope train {config} --dry-run lists all"
+        raise ValueError(f"{config}: a sweep of {len(runs)} runs; name one: --only RUN ({listed})")
+    return next(iter(runs.values()))
 
 
 def cost(
@@ -78,6 +94,7 @@ def cost(
     batch: int = 1,
     measure: bool = True,
     set_: Set = (),
+    only: str | None = None,
     out: Path | None = None,
 ) -> None:
     """Cache bytes by formula and as measured, prefill and decode speed, beside an all-full model of the same widths.
@@ -88,20 +105,21 @@ def cost(
         batch: Sequences side by side.
         measure: Run both models as well; without it the formulas alone.
         set_: Overrides of a config, e.g. model.n_layers=24.
+        only: The run of a sweep that is meant.
         out: Table to write; the figure goes beside it.
     """
     from ... import figures
     from ...probes.cost import NEW_TOKENS
     from ...probes.cost import cost as take
-    from ..config import load_config
 
-    file = place("cost", str(Path(source).with_suffix("")), out)
+    file = place("cost", str(Path(source).with_suffix("") / (only or "")), out)
     if Path(source).is_dir() or source == "smollm2" or ("/" in source and not source.endswith(".toml")):
-        if set_:
-            raise ValueError(f"--set {set_[0]}: {source} is a checkpoint, not a config")
+        if set_ or only:
+            option = f"--set {set_[0]}" if set_ else f"--only {only}"
+            raise ValueError(f"{option}: {source} is a checkpoint, not a config")
         what: Any = load_source(source)
     else:
-        what = load_config(source, list(set_)).hybrid()
+        what = _run(source, set_, only).hybrid()
     most = (what.context or 2**40) - (NEW_TOKENS if measure else 0)
     lengths = [number("length", n) for n in split(length)] or [n for n in (1024, 4096, 16384) if n <= most] or [most]
     table = take(what, lengths, batch=batch, measure=measure)
