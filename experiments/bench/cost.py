@@ -21,7 +21,7 @@ from ..train import commit, machine
 from . import tables, workers
 from .train import need_device, version_of
 
-RUNS = ("340m-gdn-1to1", "340m-gdn-3to1", "340m-gdn-6to1", "340m-gdn-pure")
+RUNS = ("340m-gdn-3to1", "340m-gdn-6to1", "340m-gdn-pure")
 LENGTHS = (4_096, 16_384, 65_536, 131_072)
 
 
@@ -61,7 +61,7 @@ def main(args: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/bench/cost.json"))
     parser.add_argument("--runs", nargs="+", default=RUNS, help="of the sweep wang2025")
     parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="tokens of context")
-    parser.add_argument("--budget", type=float, default=540, help="seconds; runs not begun by then are listed")
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds; runs not begun by then are listed")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--set", nargs="+", default=[], metavar="A.B=VALUE", help="overrides of the runs' configs")
     o = parser.parse_args(args)

@@ -79,6 +79,16 @@ def test_cost(here, capsys):
     assert foreign["kv_bytes"].tolist() == [4 * tokens] * 2
 
 
+def test_cost_of_a_run_of_a_sweep(here, capsys):
+    kept = {}
+    for run_of in ("340m-gdn-12to1", "340m-gdn-3to1"):
+        out = run(capsys, "cost", "wang2025", "--only", run_of, "--no-measure", "--length", "64")
+        assert f"cost/wang2025-{run_of}.parquet" in out
+        hybrid, full = written(out, "cost")["kv_bytes"]
+        kept[run_of] = 24 * hybrid // full
+    assert kept == {"340m-gdn-12to1": 2, "340m-gdn-3to1": 8}  # full layers of 24: one in every N
+
+
 def test_train_leaves_a_ladder_and_goes_on_where_it_is(here, capsys):
     ladder = hs.ladder("runs/tiny/ladder")
     assert ladder.steps == [0, 3, 6]
