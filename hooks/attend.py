@@ -23,7 +23,7 @@ def attend(
     """Outputs z [B,T,H,V] of heads q [B,T,H,K] over k [B,S,G,K], v [B,S,G,V], under the site's switches."""
     where: dict[str, Any] = {} if view is None else view.where
     score: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
-    z = attention(q=q, k=k, v=v, **score, **site.span, **where)
+    z = attention(q=q, k=k, v=v, **score, **site.span, **where, newest=view is not None and view.newest)
     if site.knockout:
         z = _knock_out(site, z, q, k, v, view, **score)
     if site.tap is not None:

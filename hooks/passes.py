@@ -8,7 +8,7 @@ count on. Users name rows and keys by column; kernels work with positions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +59,8 @@ class Cache:
 
 @dataclasses.dataclass
 class KVCache:
-    """Keys [B,S,G,K] and values [B,S,G,V], their positions (padding: -1) and columns [1 or B,S].
+    """Keys [B,S,G,K] and values [B,S,G,V], their positions (padding: -1) and columns [1 or B,S]. `plain`: nothing was
+    ever padded, so that they are neighbours in order.
 
     A window site keeps the keys that its native window can still reach; caps mask, they drop nothing.
     """
@@ -70,12 +71,19 @@ class KVCache:
     column: Tensor
     seen: Tensor
     columns: int
+    plain: bool
 
     def shapes(self) -> Shapes:
         return {name: (x.shape[0], *x.shape[2:]) for name, x in (("keys", self.k), ("values", self.v))}
 
     def trim(self, window: int) -> None:
         """Drop keys that no later query of a window site can see."""
+        if self.plain:
+            first = self.k.shape[1] - (window - 1)
+            if first > 0:  # copies: views would keep what is dropped alive
+                self.k, self.v = self.k[:, first:].clone(), self.v[:, first:].clone()
+                self.position, self.column = self.position[:, first:], self.column[:, first:]
+            return
         newest = self.position.amax(1, keepdim=True)
         keep = (self.position > newest + 1 - window) & (self.position >= 0)
         n = int(keep.sum(1).max())
@@ -115,7 +123,8 @@ class View:
 
     With segments (packed documents, attention chunks) a query sees only keys of its own segment. `real` [B,T]
     marks the queries that are not padding (None: all are). `plain`: queries and keys are the same tokens 0..T-1, which
-    kernels are faster on where nobody gives them positions. `documents`: what the samples were unpacked from.
+    kernels are faster on where nobody gives them positions. `newest`: the one query is the last of the keys' tokens,
+    which are neighbours, in order. `documents`: what the samples were unpacked from. `first`: the queries' first column.
     """
 
     q_pos: Tensor
@@ -126,7 +135,9 @@ class View:
     k_seg: Tensor | None = None
     real: Tensor | None = None
     plain: bool = False
+    newest: bool = False
     documents: Documents | None = None
+    first: int = 0
 
     @property
     def where(self) -> dict[str, Tensor | None]:
@@ -150,6 +161,7 @@ class Pass:
         self.length = length
         self.batch = batch
         self.shared: dict[str, Tensor] = {}  # what layers pass on beside the residual stream
+        self._made: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # see `once`
         if real is None:
             self.local = torch.arange(length, device=device)[None]
             self.count = torch.full((1,), length, device=device)
@@ -163,8 +175,9 @@ class Pass:
         """Keys and values with those of the cache before them, and the view; None where it is just 0..T-1."""
         if self.cache is None and self.real is None and self.documents is None:
             return k, v, None
-        k_pos = position if self.real is None else torch.where(self.real, position, -1)
-        columns = torch.arange(self.length, device=k.device)[None]
+        real = self.real
+        k_pos = position if real is None else self.once("k_pos", lambda: torch.where(real, position, -1), position)
+        columns = self.once("local", lambda: torch.arange(self.length, device=k.device)[None])
         if self.cache is None:
             plain = self.real is None
             view = View(position, k_pos, columns, columns, real=self.real, plain=plain, documents=self.documents)
@@ -172,16 +185,22 @@ class Pass:
         old = self.cache.sites.get(site.name)
         assert old is None or isinstance(old, KVCache)
         if old is None:
-            new = KVCache(k, v, k_pos, columns, self.count, self.length)
+            plain = self.real is None
+            new = KVCache(k, v, k_pos, columns, self.count, self.length, plain)
         else:
-            columns = columns + old.columns
+            before = old.columns, old.column, old.position
+            columns, column, places = self.once("keys", lambda: self._go_on(old, k_pos), *before, k_pos)
+            plain = False
             new = KVCache(
-                torch.cat([old.k, k], 1), torch.cat([old.v, v], 1), _cat(old.position, k_pos),
-                _cat(old.column, columns), old.seen + self.count, old.columns + self.length,
+                torch.cat([old.k, k], 1), torch.cat([old.v, v], 1), places, column, self._seen(old.seen),
+                old.columns + self.length, old.plain and self.real is None,
             )  # fmt: skip
         self.cache.sites[site.name] = new
-        plain = old is None and self.real is None
-        view = View(position, new.position, columns, new.column, real=self.real, plain=plain)
+        newest = new.plain and self.length == 1
+        view = View(
+            position, new.position, columns, new.column, real=self.real, plain=plain, newest=newest,
+            first=new.columns - self.length,
+        )  # fmt: skip
         k, v = new.k, new.v
         if site.window is not None:
             new.trim(site.window)
@@ -190,7 +209,29 @@ class Pass:
     def positions(self, site: Site) -> Tensor:
         """Position of each token of this call, [1 or B,T]."""
         old = self.cache.sites.get(site.name) if self.cache is not None else None
-        return self.local if old is None else self.local + old.seen[:, None]
+        if old is None:
+            return self.local
+        return self.once("positions", lambda: self.local + old.seen[:, None], old.seen)
+
+    def once(self, name: str, make: Callable[[], Any], *sources: Any) -> Any:
+        """`make()`, or what it gave to another layer that asked for `name` with the same sources, the very tensors.
+
+        torch.compile finds what is equal by itself, and is not to see this.
+        """
+        if torch.compiler.is_compiling():
+            return make()
+        key = (name, *(id(source) if isinstance(source, Tensor) else source for source in sources))
+        if key not in self._made:
+            self._made[key] = (make(), sources)  # kept, so that their ids stay theirs
+        return self._made[key][0]
+
+    def _seen(self, before: Tensor) -> Tensor:
+        return self.once("seen", lambda: before + self.count, before)
+
+    def _go_on(self, old: KVCache, k_pos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Columns of this call's tokens; columns and positions of all keys."""
+        columns = torch.arange(self.length, device=k_pos.device)[None] + old.columns
+        return columns, _cat(old.column, columns), _cat(old.position, k_pos)
 
     def state(self, name: str) -> StateCache | None:
         """What the recurrent site (or token shift) `name` left for this call."""
@@ -204,7 +245,8 @@ class Pass:
             return
         conv = None if inputs is None else self.last(inputs, width - 1, None if old is None else old.conv)
         conv = None if conv is None else conv.clone()  # a view would keep the inputs of the whole call alive
-        seen = self.count.expand(self.batch) + (0 if old is None else old.seen)
+        first = self.once("count", lambda: self.count.expand(self.batch))
+        seen = first if old is None else self._seen(old.seen)
         self.cache.sites[name] = StateCache(**{"state": None, "ring": None, "cap": None, **what}, conv=conv, seen=seen)
 
     def compact(self, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from .caps import refuse_opaque
 from .columns import backward_pass, batches, local_columns
 from .documents import Documents
 from .kernels.attention import ROWS
-from .kernels.attention_stats import AttentionStats, attention_stats, label_sets
+from .kernels.attention_stats import AttentionStats, KeySets, label_sets, stats_of_rows
 from .kernels.implicit_stats import implicit_stats
 from .kernels.recurrence import Read
 from .kernels.stats_arguments import to_device
@@ -90,6 +90,8 @@ class Record:
         self._first = 0
         self._inside = backward_pass()
         self._places: dict[str, tuple[tuple[int, ...], Tensor | None]] = {}
+        self._moved: tuple[Tensor | None, dict[torch.device, Tensor]] = None, {}
+        self._sets: tuple[tuple[Any, ...], KeySets | None] = (), None
 
     # Read-out
 
@@ -225,30 +227,30 @@ class Record:
         """Statistics of the wanted rows of one call of `site`, under its window, cap and knockouts."""
         assert self._spec is not None
         B, T = q.shape[:2]
-        first = 0 if view is None else int(view.q_col[0, 0])
+        first = 0 if view is None else view.first
         local = self._wanted(B, T, first)
         if local is None:
             return
         k_col = None if view is None else view.k_col
         options: dict[str, Any] = {
             "scale": scale, "softcap": softcap, "sink_logits": sink_logits,
-            "labels": self._key_sets(k_col, B, k.shape[1], k.device, None if view is None else view.documents),
-            "top1": self._spec.top1,
-            "distance": self._spec.distance, "histogram": self._spec.histogram, **site.span,
+            "top1": self._spec.top1, "distance": self._spec.distance, "histogram": self._spec.histogram, **site.span,
             **({} if view is None else view.where),
         }  # fmt: skip
         q, k, every = q.detach(), k.detach(), self._spec.rows is None
+        sets = self._key_sets(k_col, B, k.shape[1], k.device, None if view is None else view.documents)
 
         def some(rows: Tensor) -> AttentionStats:
             if site.knockout:
-                options["blocked"] = _hidden(site, to_device(rows, q.device) + first, view, B, k.shape[1])
-            stats = attention_stats(q, k, rows=None if every and rows.shape[1] == T else rows, **options)
+                options["blocked"] = _hidden(site, rows + first, view, B, k.shape[1])
+            stats = stats_of_rows(q, k, None if every and rows.shape[1] == T else rows, sets, **options)
             if view is not None:
                 stats.top1 = view.k_col.expand(B, -1).gather(1, stats.top1.flatten(1)).view_as(stats.top1)
             return stats
 
         # Hidden edges take rows x keys: a few rows at a time.
-        self._store(site, some, local, first, None if view is None else view.real, ROWS if site.knockout else None)
+        rows, real = self._there(local, q.device), None if view is None else view.real
+        self._store(site, some, rows, first, real, ROWS if site.knockout else None)
 
     @torch.no_grad()
     def tap_recurrent(self, site: Site, terms: dict[str, Tensor], run: Pass, read: Read) -> None:
@@ -264,11 +266,11 @@ class Record:
         if order is None and run.cache is not None:
             k_col = torch.arange(T, device=device)[None]
         place = None if order is None else order.argsort(1)  # where each column went
-        labels = self._key_sets(k_col, B, T, device, run.documents)
+        sets = self._key_sets(k_col, B, T, device, run.documents)
+        labels = None if sets is None else sets.labels
         terms = {name: x.detach() for name, x in terms.items() if name != "v"}
 
         def some(rows: Tensor) -> AttentionStats:
-            rows = to_device(rows, device)
             at = rows if place is None else place.gather(1, rows.expand(B, -1))
             stats = implicit_stats(
                 **terms, rows=at, labels=labels, cap=site.cap, conv=site.conv, read=read, histogram=histogram
@@ -278,26 +280,41 @@ class Record:
                 stats.visible = stats.visible * run.real.gather(1, rows.expand(B, -1))[..., None]
             return stats
 
-        self._store(site, some, local, 0, run.real)
+        self._store(site, some, self._there(local, device), 0, run.real)
 
     def _wanted(self, B: int, T: int, first: int) -> Tensor | None:
         """Indices of the rows to record, [1 or B,R], in a call of T tokens that starts at column `first`; on the CPU,
         where checking them waits for no GPU."""
-        return torch.arange(T)[None] if self._rows is None else self._place("stats: rows", self._rows, B, T, first)
+        return self._place("stats: rows", self._rows, B, T, first)
 
     def _place(self, what: str, columns: Any, *call: int) -> Tensor | None:
-        """`local_columns` of a call (B, T, first), found once and not in every layer."""
+        """`local_columns` of a call (B, T, first), None for all of them, found once and not in every layer."""
         if self._places.get(what, (None,))[0] != call:
-            self._places[what] = call, local_columns(what, columns, *call)
+            found = torch.arange(call[1])[None] if columns is None else local_columns(what, columns, *call)
+            self._places[what] = call, found
         return self._places[what][1]
+
+    def _there(self, rows: Tensor, device: torch.device) -> Tensor:
+        """Rows on a device, moved once a call and not by every layer."""
+        if self._moved[0] is not rows:
+            self._moved = rows, {}
+        moved = self._moved[1]
+        if device not in moved:
+            moved[device] = to_device(rows, device)
+        return moved[device]
 
     def _key_sets(
         self, k_col: Tensor | None, B: int, keys: int, device: torch.device, documents: Documents | None
-    ) -> Tensor | None:
+    ) -> KeySets | None:
+        """The labels of a call's keys, by key index; made once for layers that keep the same keys."""
         if self._labels is None:
             return None
-        labels = self._labels.to(device)
-        return _spread(labels if documents is None else documents.labels(labels), k_col, B, keys)
+        call, had = (k_col, documents, B, keys, device), self._sets[0]
+        if not had or any(x is not y for x, y in zip(call[:2], had[:2], strict=True)) or call[2:] != had[2:]:
+            labels = to_device(self._labels, device)
+            labels = _spread(labels if documents is None else documents.labels(labels), k_col, B, keys)
+            self._sets = call, KeySets(labels, B, keys)
+        return self._sets[1]
 
     def _store(
         self, site: Site, some: Callable[[Tensor], AttentionStats], rows: Tensor, first: int, real: Tensor | None,
@@ -309,13 +326,13 @@ class Record:
         if self._spec.reduce is None:
             step = max(1, at_once or rows.shape[1])
             stats = _cat([some(r) for r in rows.split(step, 1)], 1)
-            self._stats.setdefault(key, []).append(((to_device(rows + first, stats.entropy.device), stats), first > 0))
+            self._stats.setdefault(key, []).append(((rows + first if first else rows, stats), first > 0))
             return
         means = self._means.setdefault(key, [])
         if not (first and means):
             means.append(Mean())
         for r in rows.split(min(at_once or MEAN_ROWS, MEAN_ROWS), 1):
-            kept = None if real is None else real.gather(1, to_device(r, real.device).expand(real.shape[0], -1))
+            kept = None if real is None else real.gather(1, r.expand(real.shape[0], -1))
             means[-1].add(some(r), kept)
 
 

@@ -191,7 +191,7 @@ def test_recording_waits_for_no_gpu(rows: list[int] | None) -> None:
     hidden = torch.randn(2, 70, 64, device="cuda")
     labels = torch.zeros(2, 70, dtype=torch.bool)
     labels[:, 20] = True
-    spec = hs.Stats(rows=rows, labels=labels.cuda(), top1=False)
+    spec = hs.Stats(rows=rows, labels=labels, top1=False)
     run = Pass(None, None, 2, 70, hidden.device)
     with torch.no_grad(), model.record(stats=spec, resid=[0, -1]) as rec:
         for block in model.layers:
@@ -203,3 +203,23 @@ def test_recording_waits_for_no_gpu(rows: list[int] | None) -> None:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert rec.stats(1).entropy.shape[1] == (70 if rows is None else 2)
+
+
+@pytest.mark.parametrize("mixer", ["full", "swa:9"])
+def test_decoding_waits_for_no_gpu(mixer: str) -> None:
+    """Without padding; a recording beside it neither."""
+    model = hs.HybridLM(hs.HybridConfig((mixer,), 2, 64, 4, 50)).cuda().eval()
+    tokens, cache = torch.randint(50, (2, 24), device="cuda"), model.new_cache()
+    with torch.no_grad(), model.record(stats=hs.Stats(rows=[-1], labels=tokens < 25)) as rec:
+        model(tokens[:, :20], cache=cache)
+        runs = [Pass(None, cache, 2, 1, tokens.device) for _ in range(3)]
+        vectors = model.embed(tokens)
+        for n, run in enumerate(runs, 20):
+            torch.cuda.set_sync_debug_mode("default" if n == 20 else "error")  # the first compiles the kernels
+            try:
+                x = vectors[:, n : n + 1]
+                for block in model.layers:
+                    x = block(x, run)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    assert rec.stats(1).visible[0, :, 0].tolist() == [min(n, 9) if mixer != "full" else n for n in (20, 21, 22, 23)]

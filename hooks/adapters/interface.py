@@ -151,10 +151,10 @@ class Mask(BlockMask):
             k_pos = torch.where(padding[:, first:last], k_col - left, -1)
             real = padding[:, start:stop]
         if segments is None:
-            return View(q_pos, k_pos, q_col, k_col, real=real)
+            return View(q_pos, k_pos, q_col, k_col, real=real, first=int(start))
         low = min(start, first)
         q_seg, k_seg = segments[:, start - low : stop - low], segments[:, first - low : last - low]
-        return View(q_pos, k_pos, q_col, k_col, q_seg, k_seg, real)
+        return View(q_pos, k_pos, q_col, k_col, q_seg, k_seg, real, first=int(start))
 
 
 def mask(**spec: Any) -> Mask:

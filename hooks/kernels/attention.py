@@ -52,9 +52,10 @@ def attention(
     *, q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, window: int | None = None, sinks: int = 0,
     limit: int | None = None, q_pos: Tensor | None = None, k_pos: Tensor | None = None,
     q_seg: Tensor | None = None, k_seg: Tensor | None = None, softcap: float | None = None,
-    sink_logits: Tensor | None = None,
+    sink_logits: Tensor | None = None, newest: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Causal attention [B,T,H,V] through SDPA; same arguments as `attention_reference`.
+    """Causal attention [B,T,H,V] through SDPA; same arguments as `attention_reference`, and `newest`: whether q
+    is the last of the S tokens that k and v are of, neighbours and of one segment.
 
     Without positions this is one fused causal call where no window binds, and for 16-bit tensors on a GPU one flash
     call where only a window does, or one FlexAttention call where positional sinks stand beside it or the context is
@@ -65,9 +66,12 @@ def attention(
         raise ValueError(f"window={window}: expected >= 1 (the query itself counts) or None")
     if limit is not None:
         window = limit if window is None else min(window, limit)
-    T = q.shape[1]
+    T, S = q.shape[1], k.shape[1]
     score: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logits": sink_logits}
-    if q_pos is None and k_pos is None and q_seg is None and k.shape[1] == T:
+    if newest and not sinks and softcap is None and sink_logits is None:  # needs no mask
+        first = 0 if window is None else max(0, S - window)
+        return _sdpa(q, k[:, first:], v[:, first:], None, scale)
+    if q_pos is None and k_pos is None and q_seg is None and S == T:
         if softcap is None and (window is None or window >= T):
             return _softmax(q, k, v, None, **score)
         if window is not None and softcap is None and sink_logits is None and _flash_takes(q, k, v):
@@ -87,7 +91,7 @@ def attention(
             q_pos[:, part], k_pos, window=window, sinks=sinks, limit=limit,
             q_seg=None if q_seg is None else q_seg[:, part], k_seg=k_seg,
         )  # fmt: skip
-        reach: slice | Tensor = slice(0, k.shape[1])
+        reach: slice | Tensor = slice(0, S)
         if T > 1:  # leave out the keys that none of these rows sees
             hit = seen.flatten(0, 1).any(0).nonzero()[:, 0]
             first, last = (int(hit[0]), int(hit[-1])) if hit.numel() else (0, 0)
@@ -180,8 +184,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | N
         scale = K**-0.5 if scale is None else scale
         q, k, v = (F.pad(x, (0, max(K, V) - x.shape[-1])) for x in (q, k, v))
     out = F.scaled_dot_product_attention(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, is_causal=mask is None,
-        scale=scale, enable_gqa=q.shape[2] != k.shape[2],
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale,
+        is_causal=mask is None and q.shape[1] > 1, enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
     return out.transpose(1, 2)[..., :V]
 

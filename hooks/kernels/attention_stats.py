@@ -8,6 +8,7 @@ probability, mean distance, distance histogram. One signature, three paths: `tri
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -114,12 +115,32 @@ def attention_stats(
     torch.Size([1, 1, 2])
     """
     arguments.check_inputs(q, k, sink_logits)
+    B, T = q.shape[:2]
+    S = k.shape[1]
+    wanted = None if rows is None else arguments.row_indices(rows, B, T, q.device)
+    sets = None if labels is None else KeySets(labels, B, S)
+    return stats_of_rows(
+        q, k, wanted, sets, scale=scale, causal=causal, window=window, sinks=sinks, limit=limit,
+        sink_logits=sink_logits, softcap=softcap, q_pos=q_pos, k_pos=k_pos, q_seg=q_seg, k_seg=k_seg,
+        cu_seqlens=cu_seqlens, blocked=blocked, top1=top1, distance=distance, histogram=histogram, impl=impl,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def stats_of_rows(
+    q: Tensor, k: Tensor, rows: Tensor | None, key_sets: KeySets | None, *, scale: Any = None, causal: bool = True,
+    window: Any = None, sinks: Any = 0, limit: Any = None, sink_logits: Tensor | None = None, softcap: Any = None,
+    q_pos: Tensor | None = None, k_pos: Tensor | None = None, q_seg: Tensor | None = None,
+    k_seg: Tensor | None = None, cu_seqlens: Any = None, blocked: Tensor | None = None, top1: bool = True,
+    distance: bool = True, histogram: bool = False, impl: Any = "auto",
+) -> AttentionStats:  # fmt: skip
+    """`attention_stats` of `rows` [1 or B,R] that are checked and on q's device, which many layers may share; the other
+    arguments are checked here."""
     window, sinks, limit = arguments.span(causal=causal, window=window, sinks=sinks, limit=limit, histogram=histogram)
     arguments.check_score(scale=scale, softcap=softcap)
     B, T, H, D = q.shape
     S = k.shape[1]
-    wanted = None if rows is None else arguments.row_indices(rows, B, T, q.device)
-    arguments.check_blocked(blocked, B, T if wanted is None else wanted.shape[1], H, S)
+    arguments.check_blocked(blocked, B, T if rows is None else rows.shape[1], H, S)
     if cu_seqlens is not None:
         if q_pos is not None or k_pos is not None or q_seg is not None or k_seg is not None:
             raise ValueError("cu_seqlens: give it alone, or positions and segments")
@@ -136,13 +157,13 @@ def attention_stats(
         "q_seg": q_seg, "k_seg": k_seg, "top1": top1, "distance": distance, "bins": bins,
     }  # fmt: skip
     if path == "triton":
-        return _with_sink(_triton(q, k, wanted, labels, options), sink_logits)
+        return _with_sink(_triton(q, k, rows, key_sets, options), sink_logits)
     wide = torch.float64 if path == "reference" else torch.promote_types(q.dtype, torch.float32)
-    sets = None if labels is None else label_sets(labels, B, S)
+    sets = None if key_sets is None else key_sets.sets
     elements = None if path == "reference" else CHUNK_ELEMENTS
-    wanted = arguments.row_indices(None, B, T, q.device) if wanted is None else wanted
+    rows = arguments.row_indices(None, B, T, q.device) if rows is None else rows
     parts = attention_stats_torch.chunks(
-        q=q.to(wide), k=k.to(wide), rows=wanted, sets=sets, blocked=blocked, elements=elements, **options
+        q=q.to(wide), k=k.to(wide), rows=rows, sets=sets, blocked=blocked, elements=elements, **options
     )
     return _with_sink(AttentionStats.cat([AttentionStats(**part) for part in parts], 1), sink_logits)
 
@@ -180,32 +201,52 @@ def _path(impl: str, q: Tensor, k: Tensor, blocked: Tensor | None) -> Literal["t
 
 
 def _triton(
-    q: Tensor, k: Tensor, rows: Tensor | None, labels: Tensor | None, options: dict[str, Any]
+    q: Tensor, k: Tensor, rows: Tensor | None, key_sets: KeySets | None, options: dict[str, Any]
 ) -> AttentionStats:
     """The kernel, for up to BITS key sets at a time."""
     from . import attention_stats_launch as launch
 
-    if labels is None:
+    if key_sets is None:
         return AttentionStats(**launch.stats(q=q, k=k, rows=rows, labels=None, sets=0, **options))
-    n = label_count(labels)
-    bits = _bits(labels, *k.shape[:2])
     first, *more = (
-        launch.stats(q=q, k=k, rows=rows, labels=b, sets=min(BITS, n - BITS * i), **options) for i, b in enumerate(bits)
+        launch.stats(q=q, k=k, rows=rows, labels=b, sets=min(BITS, key_sets.count - BITS * i), **options)
+        for i, b in enumerate(key_sets.bits)
     )
-    first["mass"] = torch.cat([first["mass"], *(m["mass"] for m in more)], -1)
+    if more:
+        first["mass"] = torch.cat([first["mass"], *(m["mass"] for m in more)], -1)
     return AttentionStats(**first)
 
 
-def _bits(labels: Tensor, B: int, S: int) -> list[Tensor]:
-    """Labels of keys as uint8 [B,S], BITS sets in each."""
-    _check_labels(labels, B, S)
-    if labels.dtype == torch.uint8:
-        return [labels]
-    if labels.ndim == 2:
-        return [labels.to(torch.uint8)]
-    parts = labels.split(BITS, 2) or [labels.new_zeros(B, S, 1)]
-    bits = torch.arange(BITS, device=labels.device, dtype=torch.uint8)
-    return [(part << bits[: part.shape[2]]).sum(-1, dtype=torch.uint8) for part in parts]
+class KeySets:
+    """Sets of keys, from `labels` as attention_stats() takes them, in the forms that its paths take; each made once.
+
+    Raises ValueError for another dtype or shape.
+    """
+
+    def __init__(self, labels: Tensor, B: int, S: int) -> None:
+        _check_labels(labels, B, S)
+        self.labels = labels
+
+    @functools.cached_property
+    def count(self) -> int:
+        return label_count(self.labels)
+
+    @functools.cached_property
+    def sets(self) -> Tensor:
+        """Bool [B,S,sets]."""
+        return label_sets(self.labels, *self.labels.shape[:2])
+
+    @functools.cached_property
+    def bits(self) -> list[Tensor]:
+        """Uint8 [B,S], BITS sets in each."""
+        labels = self.labels
+        if labels.dtype == torch.uint8:
+            return [labels]
+        if labels.ndim == 2:
+            return [labels.to(torch.uint8)]
+        parts = labels.split(BITS, 2) or [labels.new_zeros(*labels.shape[:2], 1)]
+        bits = torch.arange(BITS, device=labels.device, dtype=torch.uint8)
+        return [(part << bits[: part.shape[2]]).sum(-1, dtype=torch.uint8) for part in parts]
 
 
 def label_count(labels: Tensor) -> int:

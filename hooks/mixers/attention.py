@@ -50,8 +50,8 @@ class Attention(nn.Module):
         v = self.hook_v(self.v_proj(x).unflatten(-1, (site.kv_heads, site.value_dim)))
         position = run.positions(site)
         if site.rope:
-            q = self.hook_rot_q(rope(q, position, self.rope_base))
-            k = self.hook_rot_k(rope(k, position, self.rope_base))
+            q = self.hook_rot_q(rope(q, position, self.rope_base, run))
+            k = self.hook_rot_k(rope(k, position, self.rope_base, run))
         k, v, view = run.attend_to(site, k, v, position)
         z = self.hook_z(attend(site, q, k, v, view=view))
         return self.o_proj(z.flatten(-2))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.short_conv import short_conv
+
+if TYPE_CHECKING:
+    from ..passes import Pass
 
 
 def wide(x: Tensor) -> Tensor:
@@ -37,11 +41,16 @@ class RMSNorm(nn.Module):
         return y.reshape(x.shape).to(x.dtype) * self.weight
 
 
-def rope(x: Tensor, position: Tensor, base: float) -> Tensor:
-    """Rotate dimension pairs (d, d + K/2) of x [B,T,H,K] by position * base^(-2d/K) (arXiv 2104.09864)."""
+def rope(x: Tensor, position: Tensor, base: float, run: Pass | None = None) -> Tensor:
+    """Rotate dimension pairs (d, d + K/2) of x [B,T,H,K] by position * base^(-2d/K) (arXiv 2104.09864). The cosines and
+    sines are made once for all of `run` that is turned alike."""
     half = x.shape[-1] // 2
     dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (y[:, :, None].to(dtype) for y in _rotations(position, half, base))
+
+    def turns() -> list[Tensor]:
+        return [y[:, :, None].to(dtype) for y in _rotations(position, half, base)]
+
+    cos, sin = turns() if run is None else run.once("rotations", turns, position, half, base, dtype)
     left, right = x.to(dtype).split(half, -1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1).to(x.dtype)
 

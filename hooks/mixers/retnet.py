@@ -46,8 +46,8 @@ class RetNet(Recurrent):
         k = self.hook("k", self.k_proj(x).unflatten(-1, (H, K)))
         log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(H, dtype=torch.float64, device=x.device))))
         terms = {
-            "q": self.hook("rot_q", rope(q, position, ROPE_BASE)) * K**-0.5,
-            "k": self.hook("rot_k", rope(k, position, ROPE_BASE)),
+            "q": self.hook("rot_q", rope(q, position, ROPE_BASE, run)) * K**-0.5,
+            "k": self.hook("rot_k", rope(k, position, ROPE_BASE, run)),
             "v": self.hook("v", self.v_proj(x).unflatten(-1, (H, V))),
             "log_decay": self.hook("log_decay", log_decay.to(wide(x[:0]).dtype).expand(*x.shape[:2], H))[..., None],
         }

@@ -250,6 +250,29 @@ def test_inputs_are_left_alone() -> None:
     assert torch.equal(positions, torch.arange(19)[None])
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
+@pytest.mark.parametrize("S", [1, 5, 19])
+@pytest.mark.parametrize(
+    "limits",
+    [{}, {"window": 1}, {"window": W}, {"window": 40}, {"window": W, "limit": 3}, {"window": 2, "sinks": 3}],
+)
+def test_the_newest_token_needs_no_mask(
+    limits: dict[str, int], S: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = qkv(1, S, H=heads[0], G=heads[1])
+    places = {"k_pos": torch.arange(40, 40 + S)[None], "q_pos": torch.tensor([[40 + S - 1]])}
+    expected = attention_reference(**x, **limits, **places)
+    if "sinks" not in limits:
+        monkeypatch.setattr(kernel, "visible", lambda *_, **__: pytest.fail("a mask"))
+    assert_close(attention(**x, **limits, **places, newest=True), expected)
+
+
+def test_a_sink_and_a_softcap_stand_beside_the_newest_token() -> None:
+    x, places = qkv(1, 9), {"k_pos": torch.arange(9)[None], "q_pos": torch.tensor([[8]])}
+    for extra in ({"sink_logits": torch.randn(4, dtype=torch.float64)}, {"softcap": 1.5}):
+        assert_close(attention(**x, **places, **extra, newest=True), attention_reference(**x, **places, **extra))
+
+
 def test_positions_come_in_pairs() -> None:
     x = qkv(5)
     with pytest.raises(ValueError, match="both or neither"):

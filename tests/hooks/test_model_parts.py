@@ -9,7 +9,9 @@ from helpers import VOCAB, assert_close, model_of, tokens_of
 from one_of_each import HYBRID, MIXERS, T, build
 
 from hybridscope import HybridConfig, HybridLM
+from hybridscope.hooks.mixers import layers
 from hybridscope.hooks.mixers.layers import RMSNorm, ShortConv, rope
+from hybridscope.hooks.passes import Cache
 
 
 def test_rope_sees_distances_only() -> None:
@@ -23,6 +25,19 @@ def test_rope_sees_distances_only() -> None:
     assert torch.equal(rope(x, at * 0, 1e4), x)
     one = rope(torch.tensor([1.0, 0.0]).double().view(1, 1, 1, 2), torch.tensor([[3]]), 7.0).flatten()
     assert_close(one, torch.tensor([3.0, 3.0 - torch.pi / 2], dtype=torch.float64).cos())
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_layers_share_what_they_turn_by(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cosines and sines are made once a pass, also while decoding."""
+    model, tokens, cache, made = model_of("full", "gdn", "swa:4", "full"), tokens_of(2, 8), Cache(), []
+    make = layers._rotations
+    monkeypatch.setattr(layers, "_rotations", lambda *args: (made.append(1), make(*args))[1])
+    mask = torch.tensor([[1] * 8, [0] * 2 + [1] * 6]) if padded else torch.ones(2, 8)
+    whole = model(tokens, attention_mask=mask)
+    parts = [model(tokens[:, a:b], mask[:, a:b], cache) for a, b in ((0, 5), (5, 6), (6, 7), (7, 8))]
+    assert len(made) == 5
+    assert_close(torch.cat(parts, 1)[mask == 1], whole[mask == 1], "model")
 
 
 def test_only_nope_ignores_the_order_of_earlier_tokens() -> None:

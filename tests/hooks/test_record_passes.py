@@ -11,6 +11,7 @@ from softmax_families import build
 from torch.utils.checkpoint import checkpoint
 
 import hybridscope as hs
+from hybridscope.hooks import record as recording
 from hybridscope.hooks.adapters import transformers
 
 HYBRID = ("swa:4", "gdn", "nope", "full")
@@ -97,6 +98,33 @@ def test_so_it_is_in_transformers() -> None:
     with model.record(stats=[-1]) as rec:
         model(tokens).square().mean().backward()
     assert rec.stats(1).entropy.shape[:2] == (2, 1)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rows_and_labels_are_prepared_once_a_call(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by every layer; of each call anew."""
+    model = model_of("full", layers=3)
+    made: list[str] = []
+
+    def counted(name: str, make: Any) -> Any:
+        return lambda *args: (made.append(name), make(*args))[1]
+
+    for name in ("_spread", "to_device"):
+        monkeypatch.setattr(recording, name, counted(name, getattr(recording, name)))
+    labels = torch.zeros(2, 9, dtype=torch.bool)
+    labels[:, 3] = True
+    mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
+    parts = [tokens_of(2, 9, seed=seed) for seed in (0, 1)]
+    with model.record(stats=hs.Stats(rows=[5, -1], labels=labels)) as rec:
+        for calls, tokens in enumerate(parts, 1):
+            model(tokens, attention_mask=mask if padded else None)
+            assert made.count("_spread") <= calls
+            assert made.count("to_device") <= 2 * calls
+    for n, tokens in enumerate(parts):
+        with model.record(stats=hs.Stats(rows=[5, -1], labels=labels)) as alone:
+            model(tokens, attention_mask=mask if padded else None)
+        for layer in range(3):
+            assert torch.equal(rec.stats(layer).mass[2 * n : 2 * n + 2], alone.stats(layer).mass)
 
 
 def test_rows_are_whole_numbers_and_labels_tensors() -> None:
