@@ -110,9 +110,11 @@ def drive(
 
     Fills in result's rows, cell_seconds and not_run, and what the worker prints as {"facts": ...} where that is None,
     and saves by `save_as` after every record. Takes `budget` seconds; a worker that is silent for `limit` is stopped,
-    its cell recorded as failed, and another goes on. Raises RuntimeError where a worker ends before any cell.
+    its cell recorded as failed, and another goes on. The next call tries such cells again, after all others. Raises
+    RuntimeError where a worker ends before any cell.
     """
-    todo = [name for name in names if name not in result["cell_seconds"]]
+    tried = result["cell_seconds"]
+    todo = [name for name in names if name not in tried] + [n for n in names if n in tried and tried[n] is None]
     deadline = time.monotonic() + budget
     running: list[str] = []
     errors = out.with_name(out.stem + ".stderr")

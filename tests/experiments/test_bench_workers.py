@@ -46,6 +46,19 @@ def test_a_cell_that_a_worker_dies_of_is_a_record_and_another_goes_on(tmp_path, 
     assert result["cell_seconds"] == {"a": None, "b": 2.0}
 
 
+def test_a_cell_that_a_worker_died_of_is_tried_again_by_the_next_call_after_the_others(tmp_path, monkeypatch):
+    failed = {"cell": "a", "status": "failed", "exception": "no result within 5 s"}
+    lines = [
+        line for name in ("c", "a")
+        for line in ({"start": name}, {"row": {"cell": name, "ms": 1}}, {"done": name, "seconds": 2.0})
+    ]  # fmt: skip
+    before = {"rows": [failed], "cell_seconds": {"a": None, "b": 1.0}}
+    result, given = drive(tmp_path, monkeypatch, [(lines, 0)], names=("a", "b", "c"), **before)
+    assert given == [["c", "a"]]
+    assert result["rows"] == [{"cell": "c", "ms": 1}, {"cell": "a", "ms": 1}]
+    assert result["cell_seconds"] == {"a": 2.0, "b": 1.0, "c": 2.0}
+
+
 def test_a_broken_gpu_is_one_record(tmp_path, monkeypatch, capsys):
     """The worker has said why before it ended."""
 
