@@ -30,11 +30,12 @@ def causal_check(
 
     [ablated ("none" | "top" | "random"), draw, k, accuracy, low, high, effect, effect_low, effect_high, n]. `low`,
     `high`: Wilson's 95% interval. `effect`, on the row "top": mean accuracy without random heads minus accuracy
-    without the top ones, with a 95% bootstrap over prompts (the same for both) and draws. Random heads are never top
-    heads; they come from the layers of the top k, as many from each, and where a layer has too few others, from other
-    sites of the same kinds. Warns where the model answers none of the prompts, so that nothing can be lost.
+    without the top ones, with a 95% bootstrap over prompts (the same for both; NaN for one) and draws. Random heads are
+    never top heads; they come from the layers of the top k, as many from each, and where a layer has too few others,
+    from other sites of the same kinds. Warns where the model answers none of the prompts, so that nothing can be lost.
 
-    Raises ValueError for a table of something else, k outside it, or where fewer than k other heads are left to draw.
+    Raises ValueError for a table of something else or with a head twice in its top k, k outside it, or where fewer than
+    k other heads are left to draw.
     """
     check_prompts(needles)
     columns = ["layer", "site", "head"]
@@ -45,6 +46,9 @@ def causal_check(
     if not 1 <= k <= len(heads):
         raise ValueError(f"k={k}: expected 1..{len(heads)}, the heads in the table")
     top = [tuple(map(int, h)) for h in heads[columns].head(k).to_numpy()]
+    twice = next((head for head in top if top.count(head) > 1), None)
+    if twice is not None:
+        raise ValueError(f"heads: (layer, site, head) {twice} stands several times in the top {k}; expected one table")
     rng = np.random.default_rng(seed)
 
     def right(without: Sequence[tuple[int, ...]]) -> np.ndarray:
@@ -67,7 +71,7 @@ def causal_check(
     if others:
         gap = np.stack(others).astype(float) - cut  # [draws, prompts]
         drawn = (resample(draws, BOOTSTRAP, rng) @ gap) * resample(gap.shape[1], BOOTSTRAP, rng)
-        low, high = interval(drawn.sum(1) / gap.size)
+        low, high = interval(drawn.sum(1) / gap.size) if gap.shape[1] > 1 else (np.nan, np.nan)
         table.loc[table["ablated"] == "top", ["effect", "effect_low", "effect_high"]] = gap.mean(), low, high
     return table.assign(n=len(needles))
 

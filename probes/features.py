@@ -58,7 +58,8 @@ def extract(
     """Features [places,N,D] in fp32 at one column per sample; with a `folder` on disk, going on where it stands.
 
     Raises ValueError for activations that are NaN or infinite (naming the first layer), a position that is no column
-    of every prompt, and for a folder that holds the features of another model, of other prompts or places.
+    of every prompt or is padding, and for a folder that holds the features of another model, of other prompts or
+    places, or any while heads are ablated or edited.
     """
     at_least_one(batch=batch)
     columns = _columns(needles, position)
@@ -71,6 +72,11 @@ def extract(
         assert out is not None
         return out
     folder = Path(folder)
+    if (folder / "plan.json").is_file() and any(site.edit or site.knockout for site in model.sites):
+        raise ValueError(
+            f"features_dir: {folder} holds features, and ablations, edits and knockouts have no name by which to tell "
+            "whether they are the same; give a new folder"
+        )
     files = [folder / f"{layer:03d}-{where}.npy" for layer, where in places]
     done = _opened(folder, _plan(model, needles, places, removed, columns))
     handles: list[int] = []
@@ -107,6 +113,12 @@ def _columns(needles: Needles, position: Tensor | str) -> Tensor:
             f'position: {columns.dtype} of shape {tuple(columns.shape)}; expected "query" or a column for each '
             f"prompt, [{len(needles)}]"
         )
+    mask, T = needles.attention_mask, needles.tokens.shape[1]
+    if mask is not None and int(columns.min()) >= -T and int(columns.max()) < T:
+        padding = ~mask.bool().gather(1, (columns % T)[:, None].long().to(mask.device))[:, 0]
+        if bool(padding.any()):
+            n = int(padding.int().argmax())
+            raise ValueError(f"position: column {int(columns[n])} of prompt {n} is padding; expected a real token")
     return columns
 
 
@@ -138,10 +150,11 @@ def _plan(
 ) -> dict[str, Any]:
     """What features depend on."""
     tokens = needles.removed if removed else needles.tokens
-    switches = [(s.layer, s.index, s.cap, s.sinks, len(s.knockout), s.edit is not None) for s in model.sites]
+    sites = [(repr(s), s.cap, s.sinks, len(s.knockout), s.edit is not None) for s in model.sites]
+    shape = f"{sites} {getattr(model, 'config', '')}"  # windows and rotary bases are in no weight
     return {
-        "version": 2,
-        "model": _hash(*(_fingerprint(p) for p in model.parameters()), str(switches)),
+        "version": 3,
+        "model": _hash(*(_fingerprint(p) for p in model.parameters()), shape),
         "prompts": _hash(*(x for x in (tokens, columns, needles.attention_mask) if x is not None)),
         "samples": len(needles),
         "places": [[layer, where] for layer, where in places],

@@ -28,9 +28,9 @@ def formation_step(
     heads by its mean `measure` over prompts counts; between the saved steps around the first crossing `step` (and
     `tokens`, NaN where unknown) is interpolated. `censored`: "" (observed), "right" (never reached: `step` is the last
     one, a lower bound), or "left" (reached at the first saved step: an upper bound). `low`, `high`: 95% bootstrap
-    interval over n prompts, infinite where draws never get there; NaN for a table without records per prompt
-    (`hs.track(..., samples=True)`). Choose the heads at the final step on other prompts, as `hs.track` does: then the
-    best of them is no luckier on these.
+    interval over n prompts, infinite where draws never get there; NaN for one prompt and for a table without records
+    per prompt (`hs.track(..., samples=True)`). Choose the heads at the final step on other prompts, as `hs.track`
+    does: then the best of them is no luckier on these.
 
     Raises ValueError for a table without full-attention heads, with missing columns, or with several records for one
     prompt and head.
@@ -53,7 +53,7 @@ def formation_step(
     for threshold in thresholds:
         at = crossing(best, threshold)
         low, high = np.nan, np.nan
-        if drawn:
+        if drawn and n > 1:
             low, high = interval(np.array([_place(steps, crossing(b, threshold)) for b in drawn]))
         censored = "left" if at == 0 else "right" if at == np.inf else ""
         shown = min(at, len(steps) - 1.0)

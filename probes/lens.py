@@ -42,8 +42,8 @@ def logit_lens(
     to the lens's, and the `top` likeliest tokens. With `where="post"` the last layer is the model itself. A layer
     without a mixer has kind "none".
 
-    Raises ValueError for rows that are not there, and for a model whose hidden states are not the final norm of the
-    last layer's stream.
+    Raises ValueError for rows that are not there or are padding, and for a model whose hidden states are not the final
+    norm of the last layer's stream.
 
     >>> table = hs.logit_lens(model, tokens, rows=[-1])
     >>> hs.figures.logit_lens(table)
@@ -55,6 +55,8 @@ def logit_lens(
     check_documents(tokens)
     at_least_one(batch=batch)
     columns = _columns(rows, tokens, attention_mask)
+    if attention_mask is not None and attention_mask.shape == tokens.shape:
+        _check_real(columns, attention_mask.cpu(), target)
     wanted = _targets(target, tokens, columns)
     if wanted is not None and not bool(((wanted >= 0) & (wanted < model.vocab_size)).all()):
         raise ValueError(
@@ -145,6 +147,18 @@ def _columns(rows: Any, tokens: Tensor, mask: Tensor | None) -> Tensor:
     if int(columns.min()) < -T or int(columns.max()) >= T:
         raise ValueError(f"rows {int(columns.min())}..{int(columns.max())} do not fit {T} tokens")
     return (columns % T).expand(N, -1)
+
+
+def _check_real(columns: Tensor, mask: Tensor, target: Any) -> None:
+    """ValueError for rows [N,P] that are padding, or (`target="next"`) come before it."""
+    real = mask.bool().gather(1, columns)
+    if not bool(real.all()):
+        sample, n = (~real).nonzero()[0].tolist()
+        raise ValueError(f"rows: column {int(columns[sample, n])} of sample {sample} is padding; expected real tokens")
+    after = mask.bool().gather(1, (columns + 1).clamp(max=mask.shape[1] - 1))
+    if isinstance(target, str) and target == "next" and not bool(after.all()):
+        sample, n = (~after).nonzero()[0].tolist()
+        raise ValueError(f'target="next": padding comes after column {int(columns[sample, n])} of sample {sample}')
 
 
 def _targets(target: Any, tokens: Tensor, columns: Tensor) -> Tensor | None:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..hooks.config import whole_number
 from .arguments import at_least_one, check_prompts
 from .finite import finite_hidden
 from .haystacks import TokenLanguage, columns, encode, text_haystack
@@ -139,9 +140,10 @@ def make_needles(
     >>> needles.tokens.shape
     torch.Size([64, 96])
     """
-    for name, given, least in (("n", n, 1), ("depth_bins", depth_bins, 1), ("distractors", distractors, 0)):
-        if given < least:
-            raise ValueError(f"{name}={given}: expected >= {least}")
+    at_least_one(n=n, length=length, depth_bins=depth_bins)
+    more = whole_number(distractors)
+    if more is None or more < 0:
+        raise ValueError(f"distractors={distractors}: expected >= 0, a whole number")
     if isinstance(values, int) and values < 1:
         raise ValueError(f"values={values}: expected at least one candidate")
     low, high = (depth, depth) if isinstance(depth, int | float) else depth

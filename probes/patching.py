@@ -7,6 +7,7 @@ so that attention stays fused and recurrences are reached like any head.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -57,10 +58,11 @@ def patch_heads(
     "denoise" runs the corrupt prompts (`base`) and patches in outputs of the clean ones (`source`), "noise" the other
     way round; `recovered` is how far the metric moves from base to source, (patched - base) / (source - base), of means
     over the `n` prompts: 1 is all the way, 0 not at all, and it may lie outside. `low`, `high`: its 95% interval,
-    bootstrap over prompts.
+    bootstrap over prompts (NaN for one).
 
-    Raises ValueError for heads that do not exist or are not reached, for prompts of another shape, and where the model
-    does not tell clean from corrupt prompts, so that there is nothing to recover.
+    Raises ValueError for heads that do not exist or are not reached, for rows that mark no column, for prompts of
+    another shape, padding or place of the answer, and where the model does not tell clean from corrupt prompts, so that
+    there is nothing to recover.
 
     >>> table = hs.patch_heads(model, needles, rows=("value", "answer"))
     >>> hs.figures.patching(table)
@@ -76,6 +78,9 @@ def patch_heads(
     pair = _pair(clean, corrupt, metric)
     places = _places(model, heads, by)
     groups = _groups(clean, rows)
+    for name, mask in groups.items():
+        if not bool(mask.any()):
+            raise ValueError(f"rows: {name!r} marks no column of any prompt; there is nothing to patch")
     passes = len(directions) * -(-len(clean) // batch) * len(places) * len(groups)
     scores: dict[tuple[Any, ...], list[Tensor]] = {}
     with tqdm(total=passes, desc="patching", unit="pass", delay=2, disable=None) as progress:
@@ -119,7 +124,9 @@ def patch_heads(
 
 
 def _interval(patched: Tensor, base: Tensor, source: Tensor) -> tuple[float, float]:
-    """95% bootstrap interval of the recovered share over prompts [n]."""
+    """95% bootstrap interval of the recovered share over prompts [n]; NaN for one."""
+    if len(base) < 2:
+        return math.nan, math.nan
     drawn = resample(len(base), DRAWS, np.random.default_rng(0))
     moved, whole = (drawn @ (x - base).numpy() for x in (patched, source))
     low, high = interval(moved / whole)
@@ -189,21 +196,25 @@ def _pair(clean: Needles, corrupt: Any, metric: str | None) -> _Pair:
         corrupt = swap_values(clean) if corrupt == "value" else clean.removed
         if corrupt is None:
             raise ValueError('corrupt="removed": these needles have no prompts without the needle; use "value"')
-    if isinstance(corrupt, Needles):
-        if corrupt.answers.shape == clean.answers.shape:
-            answers = corrupt.answers
-        corrupt = corrupt.tokens
+    those = corrupt if isinstance(corrupt, Needles) else None
+    corrupt = corrupt if those is None else those.tokens
     if corrupt.shape != clean.tokens.shape:
         raise ValueError(
             f"corrupt: prompts {tuple(corrupt.shape)}; expected those of clean, {tuple(clean.tokens.shape)}"
         )
+    if those is not None:
+        if not torch.equal(_real(those), _real(clean)):
+            raise ValueError("corrupt: prompts padded in other places than those of clean; expected the same columns")
+        answers = those.answers if those.answers.shape == clean.answers.shape else None
     metric = metric or ("loss" if answers is None else "logit_diff")
     if metric not in ("logit_diff", "loss"):
         raise ValueError(f'metric={metric!r}: expected "logit_diff" or "loss"')
     if metric == "loss":
         return _Pair(clean.tokens, corrupt, clean.answer_rows, clean.answers, None, clean.attention_mask)
-    if answers is None:
+    if those is None or answers is None:
         raise ValueError('metric="logit_diff": the corrupt prompts have no answer of their own; use metric="loss"')
+    if not torch.equal(those.answer_rows, clean.answer_rows):
+        raise ValueError('corrupt: answers in other rows than those of clean; expected the same rows, or metric="loss"')
     differs = (answers != clean.answers) & (answers >= 0) & (clean.answers >= 0)
     if not bool(differs.any(1).all()):
         raise ValueError(
@@ -212,6 +223,12 @@ def _pair(clean: Needles, corrupt: Any, metric: str | None) -> _Pair:
     first = differs.int().argmax(1, keepdim=True)
     at, answer, other = (x.gather(1, first) for x in (clean.answer_rows, clean.answers, answers))
     return _Pair(clean.tokens, corrupt, at, answer, other, clean.attention_mask)
+
+
+def _real(needles: Needles) -> Tensor:
+    """Which columns [N,T] are real tokens."""
+    mask = needles.attention_mask
+    return torch.ones_like(needles.tokens, dtype=torch.bool) if mask is None else mask.bool()
 
 
 def _places(model: Any, heads: Sequence[tuple[int, ...]] | None, by: str) -> list[tuple[Site, int | None]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from ..hooks.config import whole_number
 from ..hooks.record import Stats
 from ..hooks.sites import Site
 from .arguments import at_least_one, check_prompts
@@ -43,7 +44,8 @@ def retrieval_heads(
     """Score every softmax head for reading the needle; best first.
 
     [layer, site, head, kind, score, low, high, rank_low, rank_high, retrieval, n]: the mean over n prompts, and 95%
-    intervals of score and rank over `bootstrap` draws of prompts (heads that tie share ranks).
+    intervals of score and rank over `bootstrap` draws of prompts (heads that tie share ranks; one prompt says nothing
+    of either: NaN, and all ranks).
 
     `score`: None is "copy", or "mass" with `compat`. `copy` (arXiv 2404.15574): share of answer positions at which the
     head's most attended key lies in the needle's value and holds the very token being emitted; `retrieval` is score >=
@@ -238,7 +240,8 @@ def _check(needles: Needles, score: str, rows: str, generate: bool, compat: str 
     check_compat(compat)
     if compat and (score != "mass" or generate):
         raise ValueError('compat="qiao2026" is a mass score: it goes with score="mass", without generate')
-    if null_query is not None and (score != "qr" or not len(null_query)):
+    ids = [] if null_query is None else [whole_number(token) for token in null_query]
+    if null_query is not None and (score != "qr" or not ids or None in ids):
         raise ValueError('null_query: token ids that ask nothing, at least one, for score="qr"')
     if score == "qr" and ("question" not in needles.spans or (needles.removed is None and null_query is None)):
         raise ValueError('score="qr" needs to know the question (and without null_query the haystack): made needles')
@@ -263,5 +266,7 @@ def _table(sites: Sequence[Site], scores: np.ndarray, bootstrap: int, seed: int)
     drawn = resample(len(scores), bootstrap, np.random.default_rng(seed)) @ scores / len(scores)
     (low, high), (best, worst) = interval(drawn), rank_interval(drawn.round(12))  # rounded: ties stay ties
     places = [(s.layer, s.index, h, s.kind) for s in sites for h in range(s.heads)]
+    if len(scores) < 2:
+        low, high, best, worst = np.nan, np.nan, 1, len(places)
     table = pd.DataFrame(places, columns=["layer", "site", "head", "kind"])
     return table.assign(score=scores.mean(0), low=low, high=high, rank_low=best, rank_high=worst, n=len(scores))

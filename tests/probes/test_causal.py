@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import planted
 import pytest
 from planted import HEAD, needles
@@ -60,6 +61,19 @@ def test_random_heads_come_from_the_same_sites_and_spare_the_top_where_they_can(
     crowded = random_heads(model, [(1, 0, 0), (1, 0, 1), (1, 0, 2)], np.random.default_rng(0))
     assert (1, 0, 3) in crowded
     assert len(set(crowded)) == 3
+
+
+def test_a_head_twice_is_not_two_heads(model, prompts):
+    heads = hs.retrieval_heads(model, prompts)
+    with pytest.raises(ValueError, match=r"\(1, 0, [0-3]\) stands several times in the top 3"):
+        hs.causal_check(model, prompts, pd.concat([heads.head(2), heads]), k=3, draws=1)
+
+
+def test_one_prompt_has_no_interval_of_the_effect(model, prompts):
+    effect = hs.causal_check(model, prompts[:1], hs.retrieval_heads(model, prompts, "mass"), k=1, draws=3)
+    top = effect.query("ablated == 'top'").iloc[0]
+    assert top["effect"] == 1
+    assert top[["effect_low", "effect_high"]].isna().all()
 
 
 @pytest.mark.parametrize("k", [0, 9])

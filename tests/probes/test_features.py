@@ -167,6 +167,29 @@ def test_features_of_something_else_are_refused(model, prompts, tmp_path):
         extract(model, prompts, PLACES, folder=tmp_path / "mine")
 
 
+def test_the_same_weights_in_another_model_have_other_features(tmp_path):
+    """Windows and rotary bases are in no weight."""
+    prompts = hs.make_needles(20, T, values=4, language=LANGUAGE)
+
+    def model(mixer, **options):
+        torch.manual_seed(0)
+        return hs.HybridLM(hs.HybridConfig([mixer, "full"], 2, 16, 2, LANGUAGE.vocab_size, **options)).eval()
+
+    extract(model("swa:4"), prompts, [(1, "post")], folder=tmp_path / "f")
+    for other in (model("swa:8"), model("swa:4", rope_base=500.0)):
+        with pytest.raises(ValueError, match=r"\(model differ\)"):
+            extract(other, prompts, [(1, "post")], folder=tmp_path / "f")
+
+
+def test_features_without_some_heads_are_not_taken_for_those_without_others(model, prompts, tmp_path):
+    with model.ablate([(1, 0)]):
+        extract(model, prompts, PLACES[-1:], folder=tmp_path / "f")
+    with model.ablate([(1, 1)]), pytest.raises(ValueError, match="ablations, edits and knockouts have no name"):
+        extract(model, prompts, PLACES[-1:], folder=tmp_path / "f")
+    with pytest.raises(ValueError, match=r"\(model differ\)"):
+        extract(model, prompts, PLACES[-1:], folder=tmp_path / "f")
+
+
 def test_memory_holds_one_batch(tmp_path):
     """Peak resident memory of a run over 8,192 samples grows by far less than their features, 200 MB."""
     code = f"""
@@ -206,3 +229,7 @@ def test_left_padded_prompts_are_read_at_their_own_last_token(model, prompts):
     alone = dataclasses.replace(prompts, tokens=short, answer_rows=prompts.answer_rows - 8)
     got, expected = extract(model, padded, PLACES), extract(model, alone, PLACES)
     assert np.abs(got - expected).max() < 1e-5
+    position = padded.query_row.clone()
+    position[3] = 7
+    with pytest.raises(ValueError, match="position: column 7 of prompt 3 is padding"):
+        extract(model, padded, PLACES, position=position)

@@ -85,6 +85,12 @@ def test_an_interval_that_may_lie_past_the_end_is_infinite():
     assert row["n"] == 20
 
 
+def test_one_prompt_has_no_interval():
+    row = formed(tracked([0.0, 0.1, 0.2, 0.5], samples=1), 0.5)
+    assert row["step"] == pytest.approx(400)
+    assert row[["low", "high"]].isna().all()
+
+
 def test_a_planted_ladder_forms_where_its_masses_say(tmp_path):
     """Masses 0.1, 0.4, 0.6 at steps 0, 10, 20, the same for every prompt: half is reached at 15, surely."""
     for step, mass in ((0, 0.1), (10, 0.4), (20, 0.6)):

@@ -76,6 +76,10 @@ def test_targets_and_padding():
     plain, shifted = hs.logit_lens(model, tokens), hs.logit_lens(model, padded, attention_mask=mask)
     assert shifted["row"].unique().tolist() == [10]  # the last real one
     assert shifted["log_prob"].tolist() == pytest.approx(plain["log_prob"].tolist(), abs=1e-11)
+    with pytest.raises(ValueError, match="rows: column 1 of sample 0 is padding"):
+        hs.logit_lens(model, padded, [1], attention_mask=mask)
+    with pytest.raises(ValueError, match="padding comes after column 10 of sample 0"):
+        hs.logit_lens(model, padded, [10], target="next", attention_mask=mask)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "gemma2", "nemotron_h", "lfm2", "gpt_neox"])

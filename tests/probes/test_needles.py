@@ -254,10 +254,13 @@ def test_what_cannot_be_made_is_an_error_that_names_it(options, named):
         tokens(**options)
 
 
-def test_an_unknown_haystack_is_an_error():
+def test_an_unknown_haystack_and_half_a_prompt_are_errors():
     make = inspect.unwrap(hs.make_needles)  # without the tests' type checks
     with pytest.raises(ValueError, match='"tokens", "repeat" or "essay"'):
         make(1, 64, haystack="noise")
+    for options, named in (({"n": 3.5, "length": 64}, "n=3.5"), ({"n": 3, "length": 48.5}, "length=48.5")):
+        with pytest.raises(ValueError, match=f"{named}: expected >= 1, a whole number"):
+            make(**options)
 
 
 # Subsets

@@ -169,6 +169,28 @@ def test_mistakes_are_named(options, named):
         patch(planted.planted(), planted.needles(4), **options)
 
 
+def test_one_prompt_has_no_interval():
+    table = hs.patch_heads(planted.planted(), planted.needles(1), "removed", heads=[(1, 0)])
+    assert table.recovered.tolist() == pytest.approx([1, 1])
+    assert table[["low", "high"]].isna().all(axis=None)
+
+
+def test_corrupt_prompts_lie_column_by_column_beside_the_clean_ones():
+    model, clean = planted.planted(), planted.needles(4)
+    corrupt = swap_values(clean)
+    real = torch.ones_like(clean.tokens, dtype=torch.bool)
+    real[1, :3] = False
+    with pytest.raises(ValueError, match="corrupt: prompts padded in other places"):
+        hs.patch_heads(model, clean, dataclasses.replace(corrupt, attention_mask=real))
+    with pytest.raises(ValueError, match="corrupt: answers in other rows"):
+        hs.patch_heads(model, clean, dataclasses.replace(corrupt, answer_rows=clean.answer_rows - 1))
+
+
+def test_rows_that_mark_nothing_are_not_patched_and_found_idle():
+    with pytest.raises(ValueError, match="rows: 'mine' marks no column"):
+        hs.patch_heads(planted.planted(), planted.needles(4), rows={"mine": torch.full((4, 1), -1)})
+
+
 def test_prompts_that_the_model_does_not_tell_apart_are_refused():
     needles, mute = planted.needles(4), planted.planted()
     mute.unembed.weight.zero_()

@@ -53,6 +53,12 @@ def test_at_chance_no_head_is_surely_the_best():
     assert (table["score"] < 0.2).all()
 
 
+def test_one_prompt_says_nothing_of_how_sure_the_ranking_is(model, prompts):
+    table = hs.retrieval_heads(model, prompts[:1], "mass")
+    assert table[["low", "high"]].isna().all(axis=None)
+    assert set(zip(table["rank_low"], table["rank_high"], strict=True)) == {(1, len(table))}
+
+
 def test_more_prompts_narrow_the_intervals(model):
     def width(n: int) -> float:
         made = unanswerable(needles(n), slice(0, n // 2))
@@ -121,6 +127,7 @@ def test_window_heads_are_ranked_on_request_only(model, prompts):
         ({"compat": "qiao2026", "score": "copy"}, 'goes with score="mass"'),
         ({"null_query": [3]}, "null_query"),
         ({"score": "qr", "null_query": []}, "null_query"),
+        ({"score": "qr", "null_query": "why"}, "null_query"),
         ({"bootstrap": 0}, "bootstrap=0"),
     ],
 )
