@@ -59,8 +59,8 @@ class Cache:
 
 @dataclasses.dataclass
 class KVCache:
-    """Keys [B,S,G,K] and values [B,S,G,V], their positions (padding: -1) and columns [1 or B,S]. `plain`: nothing was
-    ever padded, so that they are neighbours in order.
+    """Keys [B,S,G,K] and values [B,S,G,V], their positions (padding: -1) and columns [1 or B,S]. `plain`: they are
+    neighbours, in order and without padding, so that nobody has to look at positions; not so once keys are taken out.
 
     A window site keeps the keys that its native window can still reach; caps mask, they drop nothing.
     """
@@ -71,7 +71,7 @@ class KVCache:
     column: Tensor
     seen: Tensor
     columns: int
-    plain: bool
+    plain: bool = False
 
     def shapes(self) -> Shapes:
         return {name: (x.shape[0], *x.shape[2:]) for name, x in (("keys", self.k), ("values", self.v))}
@@ -81,8 +81,8 @@ class KVCache:
         if self.plain:
             first = self.k.shape[1] - (window - 1)
             if first > 0:  # copies: views would keep what is dropped alive
-                self.k, self.v = self.k[:, first:].clone(), self.v[:, first:].clone()
-                self.position, self.column = self.position[:, first:], self.column[:, first:]
+                kept = (x[:, first:].clone() for x in (self.k, self.v, self.position, self.column))
+                self.k, self.v, self.position, self.column = kept
             return
         newest = self.position.amax(1, keepdim=True)
         keep = (self.position > newest + 1 - window) & (self.position >= 0)
@@ -124,7 +124,7 @@ class View:
     With segments (packed documents, attention chunks) a query sees only keys of its own segment. `real` [B,T]
     marks the queries that are not padding (None: all are). `plain`: queries and keys are the same tokens 0..T-1, which
     kernels are faster on where nobody gives them positions. `newest`: the one query is the last of the keys' tokens,
-    which are neighbours, in order. `documents`: what the samples were unpacked from. `first`: the queries' first column.
+    which are neighbours, in order. `documents`: what the samples were unpacked from. `first`: the first query's column.
     """
 
     q_pos: Tensor
@@ -216,9 +216,10 @@ class Pass:
     def once(self, name: str, make: Callable[[], Any], *sources: Any) -> Any:
         """`make()`, or what it gave to another layer that asked for `name` with the same sources, the very tensors.
 
-        torch.compile finds what is equal by itself, and is not to see this.
+        Where gradients are wanted each layer makes its own: activation checkpointing may count a layer's operations, as
+        its first run and again. torch.compile finds what is equal by itself.
         """
-        if torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return make()
         key = (name, *(id(source) if isinstance(source, Tensor) else source for source in sources))
         if key not in self._made:

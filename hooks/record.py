@@ -40,14 +40,14 @@ Where = Literal["pre", "mid", "post", "delta"]
 class Stats:
     """What to record of attention.
 
-    `rows`: query columns, a list or [B,R]; negative ones count from the call's end; None: all. `labels`
-    [B,T]: key sets, bool or the bits of a uint8, by key column. `top1`, `distance`: whether to find the top key and the
-    mean distance of softmax rows; without them a kernel over all rows takes a quarter less time. `histogram`: also the
-    share of attention by log-spaced distance. `reduce="mean"`: only the mean over each sample's rows, padding left out
-    (`reduce.MeanStats`), in O(1) memory a head. `recurrent`: also the implicit attention of recurrent sites
-    (`kernels/implicit_stats.py`: weights that are signed and no probabilities), which needs the whole context in one
-    call. Of packed documents in our own models each is a sample, and rows count within it; labels are those of the
-    packed tokens.
+    `rows`: query columns, a list or [B,R]; negative ones count from the call's end; None: all. `labels` [B,T]: sets
+    of keys, bool or the bits of a uint8, by key column, as they are when the recording begins. `top1`, `distance`:
+    whether to find the top key and the mean distance of softmax rows; without them a kernel over all rows takes a
+    quarter less time. `histogram`: also the share of attention by log-spaced distance. `reduce="mean"`: only the mean
+    over each sample's rows, padding left out (`reduce.MeanStats`), in O(1) memory a head. `recurrent`: also the
+    implicit attention of recurrent sites (`kernels/implicit_stats.py`: weights that are signed and no probabilities),
+    which needs the whole context in one call. Of packed documents in our own models each is a sample, and rows count
+    within it; labels are those of the packed tokens.
     """
 
     rows: Sequence[int] | Tensor | None = None
@@ -77,7 +77,7 @@ class Record:
         self._rows = rows.cpu() if isinstance(rows, Tensor) else rows
         self._spec = stats
         labels = None if stats is None else stats.labels
-        self._labels = None if labels is None else label_sets(labels, *labels.shape[:2])
+        self._labels = None if labels is None else label_sets(labels, *labels.shape[:2]).clone()
         self._resid: dict[tuple[int, str], list[tuple[Tensor, bool]]] = {}
         self._stats: dict[tuple[int, int], list[tuple[tuple[Tensor, AttentionStats], bool]]] = {}
         self._means: dict[tuple[int, int], list[Mean]] = {}

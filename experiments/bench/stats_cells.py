@@ -87,14 +87,19 @@ def attempt(row: Row, f: Callable[[], Row]) -> Row:
     try:
         return {**row, "status": "ok", **f()}
     except Exception as exception:
-        if "CUDA error" in str(exception):
-            raise
-        text = " ".join(str(exception).split())
-        small = "out of memory" if isinstance(exception, torch.cuda.OutOfMemoryError) else "failed"
-        return {**row, "status": small, "exception": f"{type(exception).__name__}: {text}"[:500]}
+        return failed(row, exception)
     finally:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+
+def failed(row: Row, exception: Exception) -> Row:
+    """`row` with why it could not be measured; raises what leaves the GPU unusable."""
+    if "CUDA error" in str(exception):
+        raise exception
+    text = " ".join(str(exception).split())
+    status = "out of memory" if isinstance(exception, torch.cuda.OutOfMemoryError) else "failed"
+    return {**row, "status": status, "exception": f"{type(exception).__name__}: {text}"[:500]}
 
 
 # Checks
@@ -341,19 +346,27 @@ def walled(paths: dict[str, Callable[[], Any]], row: Row, device: torch.device, 
         f()
         return peak_of(f, device)
 
+    def once(f: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        out = f()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        del out
+        return seconds
+
     rows = {name: attempt({**row, "path": name}, lambda f=f: first(f)) for name, f in paths.items()}
-    times: dict[str, list[float]] = {name: [] for name, its in rows.items() if its["status"] == "ok"}
+    times: dict[str, list[float]] = {name: [] for name in paths}
     begin = time.perf_counter()
     for repeat in range(30):
         if repeat >= 3 and time.perf_counter() - begin > seconds:
             break
-        for name, its in times.items():
-            start = time.perf_counter()
-            out = paths[name]()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            its.append(time.perf_counter() - start)
-            del out
+        for name in [name for name, its in rows.items() if its["status"] == "ok"]:
+            try:
+                times[name].append(once(paths[name]))
+            except Exception as exception:
+                rows[name] = failed(rows[name], exception)
     for name, its in times.items():
-        rows[name] |= {"ms": statistics.median(its) * 1e3, "fastest_ms": min(its) * 1e3, "repeats": len(its)}
+        if rows[name]["status"] == "ok":
+            rows[name] |= {"ms": statistics.median(its) * 1e3, "fastest_ms": min(its) * 1e3, "repeats": len(its)}
     yield from rows.values()

@@ -117,6 +117,7 @@ def drive(
     todo = [name for name in names if name not in tried] + [n for n in names if n in tried and tried[n] is None]
     deadline = time.monotonic() + budget
     running: list[str] = []
+    old: list[Row] = []
     errors = out.with_name(out.stem + ".stderr")
     out.parent.mkdir(parents=True, exist_ok=True)
     errors.unlink(missing_ok=True)
@@ -125,14 +126,19 @@ def drive(
         result["not_run"] = todo
         save_as()
 
+    def add(row: Row) -> None:
+        """In place of what an earlier call has of the cell."""
+        result["rows"] = [*(r for r in result["rows"] if r not in old), row]
+        old.clear()
+
     def keep(line: Row) -> None:
         if "facts" in line:
             result.update({name: value for name, value in line["facts"].items() if result[name] is None})
         elif "start" in line:
             running[:] = [line["start"]]
-            result["rows"] = [row for row in result["rows"] if row["cell"] != line["start"]]
+            old[:] = [row for row in result["rows"] if row["cell"] == line["start"]]
         elif "row" in line:
-            result["rows"].append(line["row"])
+            add(line["row"])
             kept()
             print(line_of(line["row"]), flush=True)
         else:
@@ -155,7 +161,7 @@ def drive(
             why = f"no result within {limit:.0f} s" if code == "stopped" else f"worker ended with {code}"
             row = {"cell": running[0], "status": "failed", "exception": f"{why}; {tail(errors)}"}
             if code != BROKEN:  # it has said so itself
-                result["rows"].append(row)
+                add(row)
             finish(running[0], None)
         elif len(todo) == before:
             raise RuntimeError(f"the worker ended with {code} before any cell; {tail(errors)}")

@@ -183,9 +183,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | N
     if K != V:  # fused kernels want one width, and without one the scores would be stored; zeros add nothing
         scale = K**-0.5 if scale is None else scale
         q, k, v = (F.pad(x, (0, max(K, V) - x.shape[-1])) for x in (q, k, v))
+    causal = True if mask is None and q.shape[1] > 1 else False  # noqa: SIM210, of a length unknown to torch.compile too
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, scale=scale,
-        is_causal=mask is None and q.shape[1] > 1, enable_gqa=q.shape[2] != k.shape[2],
+        is_causal=causal, enable_gqa=q.shape[2] != k.shape[2],
     )  # fmt: skip
     return out.transpose(1, 2)[..., :V]
 

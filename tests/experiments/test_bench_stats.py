@@ -76,6 +76,26 @@ def test_a_cell_that_fails_is_a_record(small, tmp_path, monkeypatch):
     assert "model/8" in tables.markdown(result)
 
 
+def test_whole_models_are_timed_in_turn_and_one_may_fail_late():
+    calls = []
+
+    def path(name, most):
+        def f():
+            calls.append(name)
+            if calls.count(name) > most:
+                raise torch.cuda.OutOfMemoryError("no room")
+
+        return f
+
+    paths = {"a": path("a", 99), "late": path("late", 3), "never": path("never", 0)}
+    rows = list(stats_cells.walled(paths, {"kind": "model"}, torch.device("cpu"), seconds=0.0))
+    assert [(row["path"], row["status"]) for row in rows] == [
+        ("a", "ok"), ("late", "out of memory"), ("never", "out of memory"),
+    ]  # fmt: skip
+    assert rows[0]["repeats"] == 3
+    assert calls == ["a"] * 2 + ["late"] * 2 + ["never"] + ["a", "late"] * 2 + ["a"]
+
+
 def test_a_check_in_numbers(monkeypatch):
     """The oracle against itself is within its bound, and against other inputs is not."""
     real = stats_cells.attention_stats

@@ -59,6 +59,14 @@ def test_a_cell_that_a_worker_died_of_is_tried_again_by_the_next_call_after_the_
     assert result["cell_seconds"] == {"a": 2.0, "b": 1.0, "c": 2.0}
 
 
+def test_a_cell_that_is_tried_again_keeps_its_record_until_there_is_another(tmp_path, monkeypatch):
+    failed = {"cell": "a", "status": "failed", "exception": "no result within 5 s"}
+    monkeypatch.setattr(workers.time, "monotonic", iter(range(0, 1000, 59)).__next__)  # the second call is too late
+    before = {"rows": [failed], "cell_seconds": {"a": None}}
+    result, _ = drive(tmp_path, monkeypatch, [([{"start": "a"}], "stopped")], names=("a",), **before)
+    assert (result["rows"], result["not_run"]) == ([failed], ["a"])
+
+
 def test_a_broken_gpu_is_one_record(tmp_path, monkeypatch, capsys):
     """The worker has said why before it ended."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -274,3 +276,21 @@ def test_repeated_runs_are_equal() -> None:
     model, tokens = build("hybrid"), tokens_of(2, T)
     assert torch.equal(model(tokens), model(tokens))
     assert torch.equal(build("hybrid")(tokens), model(tokens))
+
+
+COMPILED = """
+import torch, hybridscope as hs
+for mixer in ("full", "swa:5"):
+    torch.compiler.reset()
+    model = hs.HybridLM(hs.HybridConfig((mixer,), 2, 16, 2, 19)).double()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for length in (12, 7, 20, 1):
+        tokens = torch.randint(19, (2, length))
+        torch.testing.assert_close(compiled(tokens), model(tokens))
+"""
+
+
+def test_a_compiled_model_is_one_graph_at_any_length() -> None:
+    """In a process of its own: the checks of annotations that tests run under cannot be compiled."""
+    ran = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]

@@ -102,7 +102,7 @@ def test_so_it_is_in_transformers() -> None:
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_rows_and_labels_are_prepared_once_a_call(padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by every layer; of each call anew."""
+    """Not by every layer; of each call anew, with the labels as they were at first."""
     model = model_of("full", layers=3)
     made: list[str] = []
 
@@ -115,11 +115,13 @@ def test_rows_and_labels_are_prepared_once_a_call(padded: bool, monkeypatch: pyt
     labels[:, 3] = True
     mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
     parts = [tokens_of(2, 9, seed=seed) for seed in (0, 1)]
-    with model.record(stats=hs.Stats(rows=[5, -1], labels=labels)) as rec:
+    with torch.no_grad(), model.record(stats=hs.Stats(rows=[5, -1], labels=labels)) as rec:
+        labels[:, 4] = True
         for calls, tokens in enumerate(parts, 1):
             model(tokens, attention_mask=mask if padded else None)
             assert made.count("_spread") <= calls
             assert made.count("to_device") <= 2 * calls
+    labels[:, 4] = False
     for n, tokens in enumerate(parts):
         with model.record(stats=hs.Stats(rows=[5, -1], labels=labels)) as alone:
             model(tokens, attention_mask=mask if padded else None)
