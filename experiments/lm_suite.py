@@ -16,6 +16,7 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from ..probes.arguments import at_least_one
+from ..probes.features import architecture
 from ..probes.intervals import interval, resample
 from .answers import Scored, loglikelihoods, pair, tokenizer_of
 from .records import DRAWS, Records, average_interval, run_name, score_interval
@@ -69,7 +70,7 @@ def lm_suite(
     at_least_one(batch=batch)
     tokenizer_of(model)
     questions = {task: read_questions(task, requests) for task in tasks}
-    records = Records(samples, run_name(model, weights, measurement="lm"), KEY)
+    records = Records(samples, run_name(model, weights, measurement="lm", config=architecture(model)), KEY)
     wanted = []
     for task, (split, every) in questions.items():
         chosen = spread(every, n)
@@ -186,8 +187,10 @@ def score_table(records: Sequence[dict[str, Any]]) -> pd.DataFrame:
 
 
 def perplexity(logprobs: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """exp of the mean negative log-likelihood (nats) and its 95% bootstrap interval over samples."""
+    """exp of the mean negative log-likelihood (nats) and its 95% bootstrap interval over samples (NaN for one)."""
     losses = -np.asarray(logprobs)
+    if len(losses) < 2:
+        return float(np.exp(losses.mean())), math.nan, math.nan
     draws = resample(len(losses), DRAWS, np.random.default_rng(seed)) @ losses / len(losses)
     with np.errstate(over="ignore"):
         value, low, high = map(float, np.exp([losses.mean(), *interval(draws)]))

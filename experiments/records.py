@@ -41,8 +41,8 @@ class Records:
                 raise ValueError(f"{self.path}: line {number} is not a record of this measurement") from None
             if name != self.run:
                 raise ValueError(
-                    f"{self.path}: holds another measurement (other weights, caps, tokenizer, data or seed); choose "
-                    f"another --out"
+                    f"{self.path}: holds another measurement (other weights, config, caps, tokenizer, data or seed); "
+                    f"choose another --out"
                 )
             self.done[place] = record
         if len(whole) < len(data):

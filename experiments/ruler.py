@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from ..hooks.checkpoint import atomic_file
 from ..probes.arguments import at_least_one
+from ..probes.features import architecture
 from ..probes.haystacks import encode
 from .answers import continuations, tokenizer_of
 from .records import Records, average_interval, run_name, score_interval, tokenizer_hash
@@ -36,6 +37,18 @@ PACKAGE = "nvidia-long-context-eval"
 NEEDS = ("long_context_eval", "wonderwords", "nltk", "tenacity", "scipy", "yaml")
 SEED = 42  # of the published data
 QUIET = 300.0  # seconds without a sign of life after which a generator is taken to loop
+GUARD = """
+import os, runpy, sys, threading
+
+def end():
+    os.read(0, 1)
+    os._exit(1)
+
+threading.Thread(target=end, daemon=True).start()
+sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(sys.argv[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""  # a script that ends with the process that holds its standard input
 CONTROL = re.compile(r"[\x00-\x1f]")
 KEY = ("task", "length", "index")
 
@@ -71,7 +84,7 @@ def ruler(
         if model.context is not None and length > model.context:
             raise ValueError(f"length={length}: longer than the model's context of {model.context}")
     version = importlib.metadata.version(PACKAGE)
-    run = run_name(model, weights, measurement="ruler", generator=version, seed=seed)
+    run = run_name(model, weights, measurement="ruler", generator=version, seed=seed, config=architecture(model))
     records = Records(samples, run, KEY)
     folder = Path(prompts) if prompts is not None else records.path.parent / "prompts"
     for length in lengths:
@@ -139,7 +152,8 @@ def make_prompts(
             "tokenizer_path": f"{temporary}/tokenizer", "max_seq_length": most, "tokens_to_generate": answer_tokens,
             "num_samples": n, "random_seed": seed, "template": template, **arguments,
         }  # fmt: skip
-        command = [sys.executable, "-u", str(package() / "data/synthetic" / f"{generator}.py")]
+        # Guarded, since a generator that loops would outlive a run that was killed.
+        command = [sys.executable, "-u", "-c", GUARD, str(package() / "data/synthetic" / f"{generator}.py")]
         command += [text for name, value in options.items() for text in (f"--{name}", str(value))]
         what = f"RULER {task} at {length} tokens"
         watch(command, what, Path(temporary) / "log")
@@ -160,7 +174,9 @@ def watch(command: list[str], what: str, log: Path, quiet: float = QUIET) -> Non
         "NLTK_DATA": os.pathsep.join(filter(None, nltk_data)), "PYTHONPATH": os.pathsep.join(filter(None, modules)),
     }  # fmt: skip
     with open(log, "wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
     size, since = 0, time.monotonic()
     try:
         while process.poll() is None:
@@ -172,7 +188,7 @@ def watch(command: list[str], what: str, log: Path, quiet: float = QUIET) -> Non
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait()
+        process.communicate()
     if process.returncode:
         said = log.read_text(errors="replace")
         if "punkt" in said:

@@ -19,7 +19,7 @@ from ..hooks.checkpoint import Checkpoint
 from ..hooks.kernels.attention import visible
 from ..hooks.passes import View
 from ..hooks.sites import Site, switched
-from .arguments import check_documents, head_tuples
+from .arguments import check_documents, columns_of, head_tuples
 from .drift import checkpoints_of, references
 from .tracking import same_shape
 
@@ -92,10 +92,7 @@ def activation_drift(
 def _rows(rows: Sequence[int] | None, length: int) -> Tensor:
     if rows is None:
         return torch.linspace(0, length - 1, min(ROWS, length)).round().long()
-    columns = torch.tensor([int(t) + length if t < 0 else int(t) for t in rows])
-    if not len(columns) or bool(((columns < 0) | (columns >= length)).any()):
-        raise ValueError(f"rows: {list(rows)} do not fit {length} tokens; expected at least one column")
-    return columns.unique()
+    return torch.tensor(columns_of(rows, length)).unique()
 
 
 def _chosen(model: Any, heads: Sequence[tuple[int, ...]] | None) -> dict[Site, list[int]]:

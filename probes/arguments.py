@@ -30,6 +30,22 @@ def whole_numbers(name: str, values: Any, least: int) -> list[int]:
     return kept
 
 
+def columns_of(rows: Any, length: int) -> list[int]:
+    """Columns of documents of so many tokens, in the order given, negative ones counted from the end; ValueError for
+    what is no list, an empty one, and for what is no whole number or no column."""
+    try:
+        found = [whole_number(row) for row in rows]
+    except TypeError:
+        found = []
+    if not found or None in found:
+        raise ValueError(f"rows={rows!r}: expected a list of columns, whole numbers, at least one")
+    given = [row for row in found if row is not None]
+    for row in given:
+        if not -length <= row < length:
+            raise ValueError(f"rows: {row} does not fit {length} tokens")
+    return [row % length for row in given]
+
+
 def check_prompts(needles: Sequence[Any] | Any) -> None:
     """ValueError for needles without a prompt: a mean over none is no number."""
     if not len(needles):

@@ -25,6 +25,7 @@ from .needles import Needles
 
 Where = Literal["pre", "mid", "post", "delta"]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a weight's element
+INCIDENTAL = ("transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")  # of a config
 SAVE_EVERY = 20.0  # seconds of work that a kill may cost
 
 
@@ -150,15 +151,24 @@ def _plan(
 ) -> dict[str, Any]:
     """What features depend on."""
     tokens = needles.removed if removed else needles.tokens
-    sites = [(repr(s), s.cap, s.sinks, len(s.knockout), s.edit is not None) for s in model.sites]
-    shape = f"{sites} {getattr(model, 'config', '')}"  # windows and rotary bases are in no weight
+    switches = [(s.cap, s.sinks, len(s.knockout), s.edit is not None) for s in model.sites]
     return {
         "version": 3,
-        "model": _hash(*(_fingerprint(p) for p in model.parameters()), shape),
+        "model": _hash(*(_fingerprint(p) for p in model.parameters()), str(switches), architecture(model)),
         "prompts": _hash(*(x for x in (tokens, columns, needles.attention_mask) if x is not None)),
         "samples": len(needles),
         "places": [[layer, where] for layer, where in places],
     }
+
+
+def architecture(model: Any) -> str:
+    """What a model is beside its weights: its sites and its config, since windows and rotary bases are in no weight."""
+    config = getattr(model, "config", None)
+    foreign = getattr(getattr(model, "model", None), "config", None)
+    if foreign is not None:
+        its = foreign.to_diff_dict()
+        config = {name: its[name] for name in sorted(its) if name not in INCIDENTAL and not name.startswith("_")}
+    return f"{[repr(site) for site in model.sites]} {config}"
 
 
 def _fingerprint(weight: Tensor, n: int = 256) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm.auto import tqdm
 
-from .arguments import check_documents
+from .arguments import check_documents, columns_of
 from .finite import finite_hidden
 from .intervals import interval, resample
 from .perplexity import bucket_edges
@@ -136,12 +136,8 @@ def _rows(rows: Sequence[int] | None, target: str, length: int) -> list[int]:
         if length < PUBLISHED_ROWS:
             raise ValueError(f"tokens: {length} long; {target} averages over the last {PUBLISHED_ROWS} rows: name rows")
         return list(range(length - PUBLISHED_ROWS, length))
-    if isinstance(rows, int | str) or not len(rows):
-        raise ValueError(f"rows={rows!r}: expected a list of columns, and none is given")
-    columns = [int(t) + length if t < 0 else int(t) for t in rows]
+    columns = columns_of(rows, length)
     for given, column in zip(rows, columns, strict=True):
-        if not 0 <= column < length:
-            raise ValueError(f"rows: {given} does not fit {length} tokens")
         if column >= usable:
             raise ValueError(f"rows: {given} is the last token and has no next token to predict")
     return sorted(set(columns))

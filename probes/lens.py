@@ -171,7 +171,10 @@ def _targets(target: Any, tokens: Tensor, columns: Tensor) -> Tensor | None:
         if int(columns.max()) == tokens.shape[1] - 1:
             raise ValueError('target="next": nothing comes after the last column; leave it out, or give the ids')
         return tokens.cpu().gather(1, columns + 1)
-    ids = torch.as_tensor(target, dtype=torch.int64).cpu()
+    ids = torch.as_tensor(target).cpu()
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise ValueError(f"target: {ids.dtype}; expected token ids, whole numbers")
+    ids = ids.long()
     if ids.shape not in (columns.shape, columns.shape[1:]):
         raise ValueError(f"target: shape {tuple(ids.shape)}; expected an id for each row, {tuple(columns.shape)}")
     return ids.expand_as(columns)

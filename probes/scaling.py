@@ -71,7 +71,7 @@ def scaling_fit(
     for column in ("parameters", "tokens", "loss"):
         if column not in table:
             raise ValueError(f"scaling_fit: the table has no column {column!r}; it has: {', '.join(map(str, table))}")
-        values = table[column].to_numpy(dtype=float)
+        values = np.asarray(pd.to_numeric(table[column], errors="coerce"), dtype=float)
         if not (np.isfinite(values) & (values > 0)).all():
             raise ValueError(f"scaling_fit: column {column!r} holds numbers that are not positive")
     if not delta > 0 or bootstrap < 1:

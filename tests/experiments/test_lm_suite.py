@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gzip
 import importlib.util
 import json
@@ -163,6 +164,12 @@ def test_a_perfect_and_a_wrong_model(requests, tmp_path) -> None:
         lm_suite.lm_suite(Knows(right), tmp_path / "c.jsonl", weights="c", requests=requests, batch=0)
 
 
+def test_one_sample_has_no_interval_of_its_perplexity() -> None:
+    value, low, high = lm_suite.perplexity([-2.0])
+    assert value == pytest.approx(np.exp(2))
+    assert np.isnan([low, high]).all()
+
+
 def test_acc_norm_is_per_character() -> None:
     question = Question("piqa", 0, "c", (" ab", " abcdefgh"), 1)
     record = lm_suite.judge(question, [lm_suite.Scored(-2.0, False), lm_suite.Scored(-4.0, False)])
@@ -191,6 +198,10 @@ def test_a_killed_run_goes_on(requests, tmp_path) -> None:
     assert again.equals(whole)
     with pytest.raises(ValueError, match="another measurement"):
         lm_suite.lm_suite(model_with(), tmp_path / "a.jsonl", **{**asked, "weights": "other"})
+    turned = hs.HybridLM(dataclasses.replace(model_with().config, rope_base=500.0)).eval()
+    turned.tokenizer = TOKENIZER
+    with pytest.raises(ValueError, match="another measurement"):  # rotary bases are in no weight
+        lm_suite.lm_suite(turned, tmp_path / "a.jsonl", **asked)
 
 
 def test_wheel_folder_and_command(requests, tmp_path, capsys, monkeypatch) -> None:

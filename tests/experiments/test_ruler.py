@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import random
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -165,10 +168,14 @@ def test_a_killed_run_goes_on_and_ends_the_same(short, tmp_path) -> None:
         ruler.ruler(model, [64], tmp_path / "a.jsonl", **{**asked, "weights": "other"})
 
 
-def test_records_know_about_caps(short, tmp_path) -> None:
+def test_records_know_about_caps_and_configs(short, tmp_path) -> None:
     model = model_with()
     asked = {"weights": "w", "tasks": ["vt"], "n": 2}
     ruler.ruler(model, [64], tmp_path / "a.jsonl", **asked)
+    turned = hs.HybridLM(dataclasses.replace(model.config, rope_base=500.0)).eval()
+    turned.tokenizer = model.tokenizer
+    with pytest.raises(ValueError, match="another measurement"):  # rotary bases are in no weight
+        ruler.ruler(turned, [64], tmp_path / "a.jsonl", **asked)
     with model.cap(full=2), pytest.raises(ValueError, match="another measurement"):
         ruler.ruler(model, [64], tmp_path / "a.jsonl", **asked)
     with model.ablate([(2, 0)]), pytest.raises(ValueError, match="only caps"):
@@ -250,6 +257,45 @@ def test_a_generator_that_loops_or_fails_is_named(tmp_path, monkeypatch) -> None
         ruler.watch([sys.executable, "-c", "1 / 0"], "vt", tmp_path / "log")
     with pytest.raises(ValueError, match="punkt_tab, which is not here"):
         ruler.watch([sys.executable, "-c", "raise LookupError('punkt')"], "vt", tmp_path / "log")
+
+
+def test_a_generator_ends_with_the_run_that_was_killed(tmp_path) -> None:
+    script, log = tmp_path / "loop.py", tmp_path / "log"
+    script.write_text("import time\nfor _ in range(5000):\n    print('on', flush=True)\n    time.sleep(0.02)\n")
+    code = f"""
+from pathlib import Path
+import sys
+from hybridscope.experiments import ruler
+ruler.package = Path
+ruler.watch([sys.executable, "-c", ruler.GUARD, {str(script)!r}], "vt", Path({str(log)!r}))
+"""
+    run = subprocess.Popen([sys.executable, "-c", code])
+    wait_for(lambda: log.is_file() and log.stat().st_size > 0)
+    run.kill()
+    run.wait()
+
+    def silent() -> bool:
+        before = log.stat().st_size
+        time.sleep(0.5)
+        return log.stat().st_size == before
+
+    wait_for(silent)
+
+
+def test_a_guarded_script_is_told_its_arguments_and_finds_its_neighbours(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(ruler, "package", lambda: tmp_path)
+    (tmp_path / "neighbour.py").write_text("value = 7")
+    script = tmp_path / "made.py"
+    script.write_text("import sys, neighbour\nprint(__name__, sys.argv[1:], neighbour.value)")
+    ruler.watch([sys.executable, "-c", ruler.GUARD, str(script), "--n", "3"], "vt", tmp_path / "log")
+    assert (tmp_path / "log").read_text().split("\n")[0] == "__main__ ['--n', '3'] 7"
+
+
+def wait_for(done: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 # The command

@@ -12,7 +12,7 @@ from sklearn.exceptions import NotFittedError
 
 import hybridscope as hs
 from hybridscope.hooks.checkpoint import save
-from hybridscope.probes import drift
+from hybridscope.probes import activation_drift, drift
 from hybridscope.probes.arguments import head_tuples
 from hybridscope.probes.features import _columns
 from hybridscope.probes.influence import _rows
@@ -181,6 +181,13 @@ def test_documents_and_rows_are_checked(model, prompts, function, given, options
 def test_rows_of_the_loss_are_a_list():
     with pytest.raises(ValueError, match="rows=-2: expected a list"):
         inspect.unwrap(_rows)(-2, "loss", 48)
+
+
+@pytest.mark.parametrize("rows", [[1.5], "last", torch.tensor([2.5]), [True]])
+def test_rows_are_whole_numbers(rows):
+    for function, more in ((_rows, ("loss", 48)), (activation_drift._rows, (48,))):
+        with pytest.raises(ValueError, match=r"rows=.*: expected a list of columns, whole numbers"):
+            inspect.unwrap(function)(rows, *more)
 
 
 def test_patching_wants_prompts_with_answers_and_rows_that_are_there(model, prompts):

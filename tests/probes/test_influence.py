@@ -251,7 +251,7 @@ def test_works_on_transformers_models_without_their_dropout(make, recompute):
         ({"target": "logits"}, "target"),
         ({"rows": [12]}, "does not fit"),
         ({"rows": [-13]}, "does not fit"),
-        ({"rows": []}, "none"),
+        ({"rows": []}, "at least one"),
         ({"rows": [11]}, "no next token"),
         ({"rows": [-1]}, "no next token"),
         ({"target": "logit_sum"}, "last 20"),

@@ -100,7 +100,7 @@ def test_transformers_families_have_their_final_norm_found(family):
     [
         ({"rows": [12]}, "rows"), ({"rows": "first"}, "rows"), ({"rows": []}, "rows"), ({"where": "delta"}, "where"),
         ({"top": 0}, "top"), ({"target": "next"}, "comes after the last column"), ({"target": [1, 2]}, "target"),
-        ({"target": "best"}, "target"),
+        ({"target": "best"}, "target"), ({"target": [1.5]}, "whole numbers"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(options, named):

@@ -82,6 +82,7 @@ def test_many_starts_end_at_the_best_fit_and_all_runs_can_be_fitted():
         (runs().drop(columns="tokens"), {}, "no column 'tokens'"),
         (runs().assign(loss=0.0), {}, "'loss' holds numbers that are not positive"),
         (runs().assign(tokens=np.nan), {}, "'tokens' holds numbers that are not positive"),
+        (runs().assign(parameters="15M"), {}, "'parameters' holds numbers that are not positive"),
         (runs(sizes=SIZES[:2]), {}, "6 runs of 1 sizes"),
         (runs().iloc[[0, 1, 6, 7, 18]], {}, "4 runs of 2 sizes to fit; 4 parameters take more"),
         (runs(), {"delta": 0}, "delta=0"),
