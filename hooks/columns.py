@@ -1,4 +1,5 @@
-"""Token columns that the user names, as indices into one call; and what calls recorded, joined into batches."""
+"""Token columns that the user names, as indices into one call; what is said of columns, as said of keys; and what calls
+recorded, joined into batches."""
 
 from __future__ import annotations
 
@@ -33,6 +34,19 @@ def local_columns(what: str, columns: Any, B: int, T: int, first: int) -> Tensor
         return p if bool(inside.all()) else None
     p = p[:, inside[0]]
     return p if p.shape[1] else None
+
+
+def spread(labels: Tensor, k_col: Tensor | None, batch: int, keys: int) -> Tensor:
+    """Key sets by column [1 or B,T,sets] as key sets by key index [B,S,sets], keys at columns `k_col` [1 or B,S];
+    columns beyond the labels are in no set."""
+    if labels.shape[0] not in (1, batch) or (k_col is None and labels.shape[1] != keys):
+        raise ValueError(f"labels: shape {tuple(labels.shape[:2])}; expected [{batch},{keys}]")
+    labels = labels.expand(batch, -1, -1)
+    if k_col is None:
+        return labels
+    last = labels.shape[1] - 1
+    column = k_col.expand(batch, -1)[..., None]
+    return labels.gather(1, column.clamp(max=last).expand(-1, -1, labels.shape[2])) & (column <= last)
 
 
 def backward_pass() -> int:

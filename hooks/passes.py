@@ -185,21 +185,18 @@ class Pass:
         old = self.cache.sites.get(site.name)
         assert old is None or isinstance(old, KVCache)
         if old is None:
-            plain = self.real is None
-            new = KVCache(k, v, k_pos, columns, self.count, self.length, plain)
+            new = KVCache(k, v, k_pos, columns, self.count, self.length, self.real is None)
         else:
             before = old.columns, old.column, old.position
             columns, column, places = self.once("keys", lambda: self._go_on(old, k_pos), *before, k_pos)
-            plain = False
             new = KVCache(
                 torch.cat([old.k, k], 1), torch.cat([old.v, v], 1), places, column, self._seen(old.seen),
                 old.columns + self.length, old.plain and self.real is None,
             )  # fmt: skip
         self.cache.sites[site.name] = new
-        newest = new.plain and self.length == 1
         view = View(
-            position, new.position, columns, new.column, real=self.real, plain=plain, newest=newest,
-            first=new.columns - self.length,
+            position, new.position, columns, new.column, real=self.real, plain=new.plain and old is None,
+            newest=new.plain and self.length == 1, first=new.columns - self.length,
         )  # fmt: skip
         k, v = new.k, new.v
         if site.window is not None:

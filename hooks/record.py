@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .attend import edges
 from .caps import refuse_opaque
-from .columns import backward_pass, batches, local_columns
+from .columns import backward_pass, batches, local_columns, spread
 from .documents import Documents
 from .kernels.attention import ROWS
 from .kernels.attention_stats import AttentionStats, KeySets, label_sets, stats_of_rows
@@ -312,7 +312,7 @@ class Record:
         call, had = (k_col, documents, B, keys, device), self._sets[0]
         if not had or any(x is not y for x, y in zip(call[:2], had[:2], strict=True)) or call[2:] != had[2:]:
             labels = to_device(self._labels, device)
-            labels = _spread(labels if documents is None else documents.labels(labels), k_col, B, keys)
+            labels = spread(labels if documents is None else documents.labels(labels), k_col, B, keys)
             self._sets = call, KeySets(labels, B, keys)
         return self._sets[1]
 
@@ -389,16 +389,3 @@ def _hidden(site: Site, rows: Tensor, view: View | None, batch: int, keys: int) 
     hidden = edges(site, rows, view, batch, keys)
     assert hidden is not None
     return hidden.expand(batch, -1, -1, -1)
-
-
-def _spread(labels: Tensor, k_col: Tensor | None, batch: int, keys: int) -> Tensor:
-    """Key sets by column [1 or B,T,sets] as key sets by key index [B,S,sets], keys at columns `k_col` [1 or B,S];
-    columns beyond the labels are in no set."""
-    if labels.shape[0] not in (1, batch) or (k_col is None and labels.shape[1] != keys):
-        raise ValueError(f"labels: shape {tuple(labels.shape[:2])}; expected [{batch},{keys}]")
-    labels = labels.expand(batch, -1, -1)
-    if k_col is None:
-        return labels
-    last = labels.shape[1] - 1
-    column = k_col.expand(batch, -1)[..., None]
-    return labels.gather(1, column.clamp(max=last).expand(-1, -1, labels.shape[2])) & (column <= last)

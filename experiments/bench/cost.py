@@ -18,8 +18,8 @@ from ...probes.cost import NEW_TOKENS, REPEATS, cost
 from ..config import RunConfig
 from ..sweeps import compressed, load_sweep
 from ..train import commit, machine
-from . import tables, workers
-from .train import need_device, version_of
+from . import workers
+from .train import need_device, report, version_of
 
 RUNS = ("340m-gdn-3to1", "340m-gdn-6to1", "340m-gdn-pure")
 LENGTHS = (4_096, 16_384, 65_536, 131_072)
@@ -70,8 +70,7 @@ def main(args: list[str] | None = None) -> None:
         result = bench(o.out, o.runs, o.lengths, o.device, o.budget, overrides=o.set)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
-    print(tables.markdown(result))
-    print(o.out)
+    report(result, o.out)
 
 
 if __name__ == "__main__":

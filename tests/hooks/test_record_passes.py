@@ -109,7 +109,7 @@ def test_rows_and_labels_are_prepared_once_a_call(padded: bool, monkeypatch: pyt
     def counted(name: str, make: Any) -> Any:
         return lambda *args: (made.append(name), make(*args))[1]
 
-    for name in ("_spread", "to_device"):
+    for name in ("spread", "to_device"):
         monkeypatch.setattr(recording, name, counted(name, getattr(recording, name)))
     labels = torch.zeros(2, 9, dtype=torch.bool)
     labels[:, 3] = True
@@ -119,7 +119,7 @@ def test_rows_and_labels_are_prepared_once_a_call(padded: bool, monkeypatch: pyt
         labels[:, 4] = True
         for calls, tokens in enumerate(parts, 1):
             model(tokens, attention_mask=mask if padded else None)
-            assert made.count("_spread") <= calls
+            assert made.count("spread") <= calls
             assert made.count("to_device") <= 2 * calls
     labels[:, 4] = False
     for n, tokens in enumerate(parts):
